@@ -1,0 +1,119 @@
+# The whole of the development: `make demo` and `make test` work from a fresh clone.
+#
+# PYTHON=/path/to/python3.12 chooses the interpreter; each version has an environment of its own.
+# ARGS are handed on to pytest, and to the benchmark by bench-echo.
+# Nothing is fetched or rebuilt that is already there: stamps in the environment remember it.
+
+PYTHON ?= python3
+ifeq ($(origin PYTHON),file)
+VENV := .venv
+else
+VENV := .venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+endif
+# `.venv` for the default interpreter gives .venv-asan, `.venv-3.12` gives .venv-asan-3.12.
+ASAN := $(patsubst .venv%,.venv-asan%,$(VENV))
+
+PY := $(VENV)/bin/python
+ASAN_PY := $(ASAN)/bin/python
+# One stamp for each extra of pyproject.toml that is installed.
+DEPS := $(addprefix $(VENV)/.deps-,test dev bench)
+ASAN_DEPS := $(ASAN)/.deps-test
+NATIVE := $(wildcard _native/*.c _native/*.h _native/*.py)
+PACKAGE := $(shell find aiozc -name '*.py')
+C_FILES := $(wildcard _native/*.c _native/*.h bench/*.c)
+# What changes the native module without changing a file of it.
+FLAVOUR := werror=$(AIOZC_WERROR) sanitize=$(AIOZC_SANITIZE) CC=$(CC) CFLAGS=$(CFLAGS)
+
+.PHONY: build demo test slow full asan conformance lint format bench-echo clean distclean \
+	bootstrap FORCE
+.NOTPARALLEL:
+
+build: $(VENV)/.native
+
+demo: build
+	$(PY) -m aiozc demo
+
+test: build
+	$(PY) -m pytest tests -m "not slow" $(ARGS)
+
+# pytest's status 5 says that there was no such test.
+slow: build
+	$(PY) -m pytest tests -m slow $(ARGS) || [ $$? -eq 5 ]
+
+full: test slow asan conformance
+
+conformance: build
+	scripts/conformance.sh $(PY)
+
+bench-echo: build $(VENV)/.deps-bench
+	$(PY) bench/echo.py $(ARGS)
+
+lint: $(VENV)/.deps-test $(VENV)/.deps-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy --strict aiozc
+	@if command -v clang-format >/dev/null; then \
+		echo "clang-format --dry-run -Werror $(C_FILES)"; \
+		clang-format --dry-run -Werror $(C_FILES); \
+	else \
+		echo "clang-format is not here: C not checked"; \
+	fi
+
+format: $(VENV)/.deps-dev
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	clang-format -i $(C_FILES)
+
+bootstrap:
+	@PYTHON='$(PYTHON)' scripts/bootstrap.sh
+
+$(PY) $(ASAN_PY): %/bin/python: | bootstrap
+	$(PYTHON) -m venv $*
+
+# AIOZC_NO_EXT: the native module has a rule of its own below.
+$(DEPS) $(ASAN_DEPS): pyproject.toml setup.py
+	$(@D)/bin/python -m pip install -q 'setuptools>=77' 'cffi>=1.16'
+	AIOZC_NO_EXT=1 $(@D)/bin/python -m pip install -q --no-build-isolation \
+		-e '.[$(patsubst .deps-%,%,$(@F))]'
+	@touch $@
+
+$(DEPS): | $(PY)
+$(ASAN_DEPS): | $(ASAN_PY)
+
+# In place: the working tree is what the environment imports.
+$(VENV)/.native: $(NATIVE) $(VENV)/.deps-test $(VENV)/.flavour \
+		$(if $(wildcard aiozc/_reactor_c*.so),,FORCE) | bootstrap
+	$(PY) _native/build.py
+	@touch $@
+
+# Written anew only when it says something else, so that it is newer only then.
+$(VENV)/.flavour: FORCE | $(PY)
+	@echo '$(FLAVOUR)' | cmp -s - $@ || echo '$(FLAVOUR)' > $@
+
+# A copy of the package, sanitized, installed in an environment of its own: the module in the
+# working tree stays what it is. PYTHONSAFEPATH keeps child interpreters from importing that one.
+asan: $(ASAN)/.native
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0,abort_on_error=1 \
+	UBSAN_OPTIONS=halt_on_error=1,print_stacktrace=1 \
+	PYTHONMALLOC=malloc PYTHONSAFEPATH=1 \
+	$(ASAN_PY) -m pytest tests -m "not slow" $(ARGS)
+
+$(ASAN)/.native: $(NATIVE) $(PACKAGE) $(ASAN_DEPS)
+	rm -rf build/asan
+	mkdir -p build/asan
+	cp -r aiozc _native setup.py pyproject.toml MANIFEST.in README.md LICENSE build/asan/
+	rm -f build/asan/aiozc/_reactor_c*.so build/asan/aiozc/_reactor_c.c
+	AIOZC_SANITIZE=address,undefined $(ASAN_PY) -m pip install -q --no-build-isolation --no-deps \
+		--force-reinstall ./build/asan
+	rm -rf build/asan
+	@touch $@
+
+# Environments stay: `make distclean` removes them too.
+clean:
+	rm -rf build dist aiozc.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -f aiozc/_reactor_c*.so aiozc/_reactor_c.c aiozc/*.o _native/*.o .venv*/.native
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv .venv-*

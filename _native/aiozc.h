@@ -1,0 +1,211 @@
+/* aiozc.h - the whole ABI of the native reactor: C header and cffi cdef in one.
+ *
+ * Owned by: nobody at run time. Read by: every file in _native/ as a header, and by build.py, which
+ * hands everything between the two "cdef" marks to cffi. So between the marks: only declarations
+ * and "#define NAME integer"; no include, no macro with arguments, no inline code.
+ *
+ * Rules that every caller keeps:
+ *  - All calls on one reactor come from the thread that runs the loop. Nothing here takes a lock.
+ *  - Errors are negative errno values. No call raises, logs or calls back.
+ *  - Pointers passed to azc_write and azc_submit are read until the event that gives them back
+ *    (AZC_EV_RELEASED, or the token in azc_reactor.released), whatever happens to the socket.
+ */
+#ifndef AIOZC_H
+#define AIOZC_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* cdef begin */
+
+/* Backends. */
+#define AZC_URING 1
+#define AZC_EPOLL 2
+
+/* What a connection object watches. */
+#define AZC_STREAM 1
+#define AZC_LISTEN 2
+#define AZC_POLL 3 /* a selector's descriptor: AZC_FIRED_POLL */
+#define AZC_WAKE 4 /* the loop's wake-up descriptor: AZC_FIRED_WAKE */
+
+/* Kinds of event; `token` names a connection for the first three, an operation for the others. */
+#define AZC_EV_RECV 1     /* res > 0: bytes in receive buffer `arg`; 0: end of file; < 0: errno */
+#define AZC_EV_ACCEPT 2   /* res >= 0: a new descriptor, non-blocking; < 0: errno, disarmed */
+#define AZC_EV_WRITE 3    /* `arg`: AZC_NOTIFY_*; res < 0: the errno that ended sending */
+#define AZC_EV_SENT 4     /* operation: last byte accepted (only when want_sent is set) */
+#define AZC_EV_RELEASED 5 /* operation: its memory is free; the azc_op is valid until next wait */
+
+/* What azc_wait answers: a number of events (low 16 bits), and these. */
+#define AZC_FIRED_EVENTS 65535
+#define AZC_FIRED_POLL 65536      /* readable; watched again by the next azc_wait */
+#define AZC_FIRED_WAKE 131072     /* likewise */
+#define AZC_FIRED_RELEASED 262144 /* azc_take_released has tokens */
+
+/* azc_conn.notify: set by the caller, cleared when the event is given. */
+#define AZC_NOTIFY_LOW 1     /* unsent <= low */
+#define AZC_NOTIFY_DRAINED 2 /* unsent == 0 */
+#define AZC_NOTIFY_ZC_LOW 4  /* unsent + pinned <= zc_low */
+#define AZC_NOTIFY_MARK 8    /* sent_pos >= mark */
+#define AZC_NOTIFY_ERROR 16  /* sending failed; everything queued was dropped */
+
+/* azc_op.path: what became of the bytes, as far as the kernel told. */
+#define AZC_PATH_ZC 1
+#define AZC_PATH_COPIED 2
+#define AZC_PATH_UNKNOWN 4
+
+/* azc_op.state. RELEASED and FAILED are told by the event; see sendq.c for the table. */
+#define AZC_QUEUED 0
+#define AZC_ISSUED 1
+#define AZC_SENT 2
+#define AZC_RELEASED 3
+#define AZC_WITHDRAWN 4
+#define AZC_FAILED 5
+
+/* Fault knobs (azc_fault): every n-th time, pretend; 0 switches off. */
+#define AZC_FAULT_ZC_ENOMEM 0
+#define AZC_FAULT_KINDS 1
+
+/* Numbers of the fall-back reasons in azc_stats.fallbacks. */
+#define AZC_FALLBACK_ENOMEM 0
+#define AZC_FALLBACK_ENOBUFS 1
+#define AZC_FALLBACK_EOPNOTSUPP 2
+#define AZC_FALLBACK_CAP 3
+#define AZC_FALLBACK_KINDS 4
+
+/* Features found by azc_probe, by bit. */
+#define AZC_HAS_URING 1
+#define AZC_HAS_SEND_ZC 2
+#define AZC_HAS_SENDMSG_ZC 4
+#define AZC_HAS_RECV_MULTISHOT 8
+#define AZC_HAS_ACCEPT_MULTISHOT 16
+#define AZC_HAS_BUF_RING 32
+#define AZC_HAS_DEFER_TASKRUN 64
+
+#define AZC_EVENTS 4096
+
+typedef struct azc_reactor azc_reactor;
+
+typedef struct azc_iov {
+    const void *base;
+    size_t len;
+} azc_iov;
+
+/* 16 bytes, read by Python as struct "=QiHH". */
+typedef struct azc_event {
+    uint64_t token;
+    int32_t res;
+    uint16_t kind;
+    uint16_t arg;
+} azc_event;
+
+/* One zero-copy operation as its caller sees it; written by the reactor, except want_sent. */
+typedef struct azc_op {
+    uint64_t token;
+    uint64_t nbytes;
+    uint64_t sent;  /* bytes that the kernel accepted */
+    uint32_t parts; /* parts still in a queue */
+    uint32_t pins;  /* requests that may still read its memory */
+    int32_t error;  /* negative errno once it failed */
+    uint8_t state;
+    uint8_t path;
+    uint8_t want_sent;
+    uint8_t kind;
+} azc_op;
+
+/* One watched descriptor. The caller may set high, low, zc_low, mark, notify,
+ * zc_threshold and zc_cap. */
+typedef struct azc_conn {
+    uint64_t token;
+    uint64_t unsent; /* bytes queued, or in the request that is not yet sent */
+    uint64_t pinned; /* bytes issued zero-copy and not released */
+    uint64_t high;   /* azc_write answers 1 while unsent is above it */
+    uint64_t low;
+    uint64_t zc_low;
+    uint64_t zc_cap;
+    uint64_t zc_threshold;
+    uint64_t queued_pos; /* stream position behind the last byte queued */
+    uint64_t sent_pos;   /* and behind the last byte that the kernel accepted */
+    uint64_t mark;
+    uint64_t ref_token; /* after azc_write answered 1: not 0 = hold the buffer under this token */
+    uint32_t notify;
+    int32_t fd;
+    uint8_t zc_ok; /* the socket can send zero-copy at all */
+    uint8_t path;  /* AZC_PATH_* of the last report that could be trusted */
+    uint8_t kind;
+} azc_conn;
+
+typedef struct azc_stats {
+    uint64_t operations;
+    uint64_t operations_live;
+    uint64_t bytes;
+    uint64_t requests;
+    uint64_t zc_requests;
+    uint64_t parts;
+    uint64_t notifications;
+    uint64_t notifications_outstanding;
+    uint64_t copied_reports;
+    uint64_t fallbacks[4];
+    uint64_t queued_bytes;
+    uint64_t queued_peak;
+    uint64_t pinned_bytes;
+    uint64_t pinned_peak;
+    uint64_t cq_overflows;
+    uint64_t enters;
+    uint64_t connections;
+    uint64_t enobufs;
+} azc_stats;
+
+typedef struct azc_config {
+    uint32_t backend;
+    uint32_t sq_entries; /* 0: default */
+    uint32_t cq_entries;
+    uint32_t recv_buffers; /* a power of two */
+    uint32_t zerocopy;     /* 0: everything goes by copying */
+    uint32_t max_parts;
+    uint64_t max_request; /* bytes: bounds what one request pins */
+    uint64_t zc_threshold;
+    uint64_t zc_transport_cap;
+    uint64_t zc_loop_cap;
+} azc_config;
+
+/* Library-wide. */
+int azc_probe(uint32_t *features);
+const char *azc_liburing_built(void);
+int azc_liburing_runtime(void);
+
+/* A reactor: made anywhere, attached by the thread that runs, detached when a run ends. */
+azc_reactor *azc_open(const azc_config *cfg, int *err);
+int azc_attach(azc_reactor *r);
+int azc_wait(azc_reactor *r, int64_t timeout_ns);
+int azc_detach(azc_reactor *r);
+int azc_drain(azc_reactor *r, int64_t timeout_ns);
+int azc_take_events(azc_reactor *r);
+int azc_close(azc_reactor *r);
+
+/* Fixed views of the reactor's memory, valid until azc_close. */
+azc_event *azc_events(azc_reactor *r);
+char *azc_recv_memory(azc_reactor *r, size_t *bytes, size_t *stride);
+azc_stats *azc_stats_of(azc_reactor *r);
+
+/* Plain parts held by reference whose memory is free again: tokens, taken by the caller. */
+size_t azc_take_released(azc_reactor *r, uint64_t *tokens, size_t max);
+
+/* Connections. azc_conn_close ends everything that the kernel does for it, at once. */
+azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind);
+int azc_conn_start(azc_conn *c);
+int azc_conn_stop(azc_conn *c);
+int azc_conn_quiesce(azc_conn *c);
+int azc_conn_abort(azc_conn *c, int error);
+int azc_conn_close(azc_conn *c, int error);
+
+/* Sending. */
+int azc_write(azc_conn *c, const char *p, size_t n, int by_reference);
+azc_op *azc_submit(azc_conn *c, const azc_iov *parts, size_t n);
+azc_op *azc_submit_one(azc_conn *c, const char *p, size_t n);
+int azc_withdraw(azc_conn *c, azc_op *op);
+
+int azc_fault(azc_reactor *r, int kind, uint32_t every);
+
+/* cdef end */
+
+#endif

@@ -1,0 +1,89 @@
+"""Builds aiozc._reactor_c (cffi, API mode) from the C files beside this one and the system's liburing.
+
+Run as a script from the project's root it compiles into aiozc/; setup.py uses `ffibuilder`. The cdef is
+the part of aiozc.h between its two marks, so header and binding cannot differ.
+Environment: AIOZC_WERROR=1 (warnings are errors), AIOZC_SANITIZE=address,undefined (and debug symbols).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from cffi import FFI
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+SOURCES = ["table", "slab", "optable", "sendq", "reactor", "uring", "epoll", "probe"]
+NEEDS = (2, 3)
+REMEDY = "install it with: apt-get install gcc pkg-config liburing-dev python3-dev"
+
+
+def fail(what: str) -> None:
+    raise SystemExit(f"aiozc: {what}; {REMEDY}")
+
+
+def liburing() -> tuple[str, list[str], list[str]]:
+    """Version, compiler flags and linker flags of the system's liburing, by pkg-config."""
+    tool = os.environ.get("PKG_CONFIG") or shutil.which("pkg-config")
+    if tool is None:
+        fail("pkg-config is missing")
+    assert tool is not None
+
+    def ask(flag: str) -> str:
+        out = subprocess.run([tool, flag, "liburing"], capture_output=True, text=True)
+        if out.returncode != 0:
+            fail("liburing's headers are missing (Debian package liburing-dev)")
+        return out.stdout.strip()
+
+    version = ask("--modversion")
+    if tuple(int(x) for x in re.findall(r"\d+", version)[:2]) < NEEDS:
+        fail(f"liburing {version} is too old, 2.3 or newer is needed (package liburing-dev)")
+    return version, ask("--cflags").split(), ask("--libs").split()
+
+
+def cdef() -> str:
+    text = (HERE / "aiozc.h").read_text()
+    return text.split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
+
+
+def make() -> FFI:
+    if not sys.platform.startswith("linux"):
+        raise SystemExit("aiozc: Linux only (io_uring and epoll); there is no build elsewhere")
+    if shutil.which(os.environ.get("CC", "gcc").split()[0]) is None:
+        fail("no C compiler (gcc)")
+    version, cflags, libs = liburing()
+    compile_args = ["-std=gnu11", "-O2", "-g", "-fvisibility=hidden", *cflags]
+    compile_args.append(f"-DAZC_LIBURING_VERSION={version}")
+    link_args = list(libs)
+    if os.environ.get("AIOZC_WERROR"):
+        # cffi's generated glue is compiled with the same flags: only what it itself does is allowed.
+        compile_args += ["-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]
+        compile_args += ["-Wno-missing-field-initializers", "-Wno-cast-function-type"]
+        compile_args += ["-Wno-unused-parameter"]
+    if sanitize := os.environ.get("AIOZC_SANITIZE"):
+        compile_args += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-O1"]
+        link_args.append(f"-fsanitize={sanitize}")
+    ffi = FFI()
+    ffi.cdef(cdef())
+    ffi.set_source(
+        "aiozc._reactor_c",
+        '#include "aiozc.h"',
+        sources=[os.path.relpath(HERE / f"{name}.c", ROOT) for name in SOURCES],
+        include_dirs=[os.path.relpath(HERE, ROOT)],
+        depends=[os.path.relpath(HERE / name, ROOT) for name in ("aiozc.h", "internal.h")],
+        extra_compile_args=compile_args,
+        extra_link_args=link_args,
+    )
+    return ffi
+
+
+ffibuilder = make()
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    ffibuilder.compile(tmpdir=str(ROOT), verbose=bool(os.environ.get("AIOZC_VERBOSE")))

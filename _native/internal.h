@@ -1,0 +1,219 @@
+/* internal.h - what the native files share behind the ABI of aiozc.h.
+ *
+ * Owned by reactor.c. Nothing here is seen by Python. The layering, from the bottom:
+ *   slab.c      memory of copied bytes        table.c   slots with generations
+ *   optable.c   operations and requests       sendq.c   one FIFO a socket, knows no backend
+ *   uring.c, epoll.c   the two backends       reactor.c  the ABI over them
+ */
+#ifndef AIOZC_INTERNAL_H
+#define AIOZC_INTERNAL_H
+
+#include "aiozc.h"
+
+#include <stdbool.h>
+#include <sys/socket.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+
+/* Copying a small write costs less than holding it: no event, no reference. Above it, what the
+ * socket does not take at once is held by reference (measured: docs/architecture.md). */
+#define COPY_MAX 8192u
+/* A slow reader's backlog is not copied any further: references cost it less memory. */
+#define COPY_BACKLOG (256u << 10)
+/* Plain bytes queued in one turn are sent at once from here on, as uvloop does at high water. */
+#define SEND_NOW (64u << 10)
+/* A zero-copy stack is closed by MSG_EOR each so many bytes, else notifications starve. */
+#define EOR_BYTES (64u << 10)
+
+/* ---- table.c: fixed-size slots, addressed by slot number and generation ---- */
+
+struct slot { /* head of every element */
+    uint64_t token;
+    uint32_t next_free;
+    uint32_t used;
+};
+
+struct table {
+    size_t size;
+    char **chunks;
+    uint32_t n_chunks;
+    uint32_t free_head;
+    uint32_t live;
+};
+
+void table_init(struct table *t, size_t size);
+void *table_new(struct table *t);
+void table_free(struct table *t, void *element);
+void *table_get(const struct table *t, uint64_t token); /* NULL: stale or unknown */
+void *table_at(const struct table *t, uint32_t slot);   /* NULL: free */
+uint32_t table_slots(const struct table *t);
+void table_destroy(struct table *t);
+
+/* ---- slab.c: memory for copied bytes, reused last in, first out ---- */
+
+#define SLAB_CLASSES 8 /* 512 B .. 64 KiB, header included */
+
+struct chunk;
+struct slab {
+    struct chunk *free[SLAB_CLASSES];
+    char *fresh;
+    size_t fresh_left;
+    void **blocks;
+    size_t n_blocks;
+};
+
+/* ---- optable.c ---- */
+
+enum op_kind { OP_USER = 1, OP_REF = 2, OP_CHUNK = 3 };
+
+struct op { /* azc_op first: Python reads it in place */
+    struct slot slot;
+    azc_op pub;
+};
+
+struct chunk { /* copied bytes; its op is not in the table, nobody outside sees it */
+    azc_op op;
+    struct chunk *next;
+    size_t cap, used;
+    int size_class; /* -1: from malloc */
+    char data[];
+};
+
+struct conn;
+
+#define REQ_INLINE_OPS 4
+
+struct req { /* one request: alive from its SQE to its last completion */
+    struct slot slot;
+    struct conn *conn;
+    uint64_t bytes;   /* issued; after the first completion: accepted */
+    uint64_t end_pos; /* stream position behind its last byte */
+    azc_op **ops;
+    azc_op *inline_ops[REQ_INLINE_OPS];
+    uint32_t n_ops, cap_ops;
+    bool zc, fresh, first_seen, notif_seen, orphan, in_kernel;
+};
+
+/* ---- sendq.c ---- */
+
+struct part {
+    const char *base;
+    size_t len;
+    azc_op *op;
+};
+
+struct sendq {
+    struct part *parts; /* ring, a power of two */
+    uint32_t cap, head, count;
+    uint32_t in_request; /* parts at the head that the unsent request reads */
+    uint32_t zc_parts;   /* queued parts of operations */
+    uint64_t copy_left;  /* bytes at the head that must go by copying (fell back) */
+    uint64_t since_eor;
+    struct iovec *iov; /* lives until the first completion of the request */
+    uint32_t iov_cap;
+    struct msghdr msg;
+};
+
+struct gathered {
+    uint32_t parts;
+    uint64_t bytes;
+    bool zc, eor;
+};
+
+struct conn {
+    struct slot slot;
+    azc_conn pub;
+    struct azc_reactor *r;
+    struct sendq q;
+    struct req *rq; /* the one request that is not yet sent */
+    uint32_t notifs; /* requests not yet released */
+    struct conn *dirty_next;
+    bool dirty;
+    bool want_recv, armed, cancelling, eof;
+    bool cancel_rq, cancel_rq_sent;
+    bool last_eor;
+    bool want_out; /* epoll: the socket was full */
+    uint32_t ep_mask;
+    int failed; /* negative errno: sending is over */
+    bool closed;
+    int orphan_fd;
+};
+
+/* ---- reactor.c ---- */
+
+struct backend {
+    int (*attach)(struct azc_reactor *r);
+    int (*wait)(struct azc_reactor *r, int64_t timeout_ns);
+    int (*detach)(struct azc_reactor *r);
+    int (*quiesce)(struct conn *c); /* nothing of it is in the kernel but notifications */
+    int (*drain)(struct azc_reactor *r, int64_t timeout_ns);
+    void (*recycle)(struct azc_reactor *r, uint16_t buffer);
+    void (*destroy)(struct azc_reactor *r);
+};
+extern const struct backend uring_backend, epoll_backend;
+
+struct azc_reactor {
+    azc_event out[AZC_EVENTS];
+    uint32_t n_out;
+    azc_event *pending;
+    uint32_t n_pending, cap_pending;
+    int fired; /* AZC_FIRED_POLL, AZC_FIRED_WAKE */
+    uint64_t *rel;
+    size_t n_rel, cap_rel;
+    azc_config cfg;
+    azc_stats stats;
+    const struct backend *be;
+    void *be_data;
+    struct table ops, reqs, conns;
+    struct slab slab;
+    struct conn *dirty;
+    char *bufs;
+    size_t bufs_bytes, buf_size, buf_stride;
+    uint32_t n_bufs;
+    bool detaching;
+    uint32_t fault_every[AZC_FAULT_KINDS], fault_count[AZC_FAULT_KINDS];
+    pid_t pid;
+};
+
+void emit(struct azc_reactor *r, uint64_t token, int kind, int32_t res, unsigned arg);
+void mark_dirty(struct conn *c);
+void conn_notify(struct conn *c);
+void conn_send_failed(struct conn *c, int error);
+void conn_maybe_free(struct conn *c);
+bool fault(struct azc_reactor *r, int kind);
+
+struct chunk *chunk_new(struct azc_reactor *r, size_t want);
+void chunk_free(struct azc_reactor *r, struct chunk *k);
+void slab_destroy(struct slab *s);
+
+azc_op *op_new(struct azc_reactor *r, enum op_kind kind, uint64_t nbytes);
+void op_check(struct azc_reactor *r, azc_op *op);
+void op_forget(struct azc_reactor *r, azc_op *op);
+struct req *req_new(struct conn *c, const struct gathered *g);
+void req_first(struct req *q, int32_t res, bool more);
+void req_notif(struct req *q, bool reported, bool copied);
+void req_drop(struct req *q);
+
+int sendq_push(struct conn *c, const char *base, size_t len, azc_op *op);
+int sendq_copy(struct conn *c, const char *base, size_t len);
+int sendq_gather(struct conn *c, struct gathered *g);
+void sendq_consume(struct conn *c, uint64_t bytes);
+void sendq_drop(struct conn *c, int error);
+bool sendq_remove(struct conn *c, azc_op *op);
+void sendq_destroy(struct conn *c);
+
+/* Has the turn something for Python? */
+static inline bool anything(const struct azc_reactor *r) {
+    return r->n_pending || r->n_rel || r->fired;
+}
+static inline void poll_fired(struct conn *c) {
+    c->r->fired |= c->pub.kind == AZC_WAKE ? AZC_FIRED_WAKE : AZC_FIRED_POLL;
+}
+static inline struct part *sendq_at(struct sendq *q, uint32_t i) {
+    return &q->parts[(q->head + i) & (q->cap - 1)];
+}
+static inline bool sendq_ready(const struct conn *c) {
+    return c->q.count && !c->rq && !c->failed && !c->closed;
+}
+
+#endif

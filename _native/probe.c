@@ -1,0 +1,102 @@
+/* probe.c - what this kernel offers, found by trying it.
+ *
+ * Called by: aiozc/capabilities.py, once a process. Makes a small ring and closes it again.
+ * Never: prints, keeps a descriptor, or trusts a version number.
+ */
+#define _GNU_SOURCE
+#include "aiozc.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <liburing.h>
+#include <stdbool.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#define XSTR(s) STR(s)
+#define STR(s) #s
+
+#ifndef AZC_LIBURING_VERSION
+#define AZC_LIBURING_VERSION unknown
+#endif
+
+const char *azc_liburing_built(void) { return XSTR(AZC_LIBURING_VERSION); }
+
+/* major << 8 | minor of the shared library in use; 0: older than 2.4, which cannot tell. */
+int azc_liburing_runtime(void) {
+    int (*major)(void) = (int (*)(void))dlsym(RTLD_DEFAULT, "io_uring_major_version");
+    int (*minor)(void) = (int (*)(void))dlsym(RTLD_DEFAULT, "io_uring_minor_version");
+    return major && minor ? major() << 8 | minor() : 0;
+}
+
+/* One byte through a multishot receive into a provided buffer. */
+static bool try_multishot(struct io_uring *ring, bool *buf_ring) {
+    int s[2];
+    bool ok = false;
+    char byte = 1, room[64];
+    struct io_uring_buf_reg reg = {.ring_entries = 1};
+    struct io_uring_cqe *cqe;
+    struct __kernel_timespec ts = {.tv_sec = 1};
+    *buf_ring = false;
+    void *br = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (br == MAP_FAILED)
+        return false;
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, s) < 0) {
+        munmap(br, 4096);
+        return false;
+    }
+    reg.ring_addr = (uintptr_t)br;
+    if (io_uring_register_buf_ring(ring, &reg, 0) == 0) {
+        *buf_ring = true;
+        io_uring_buf_ring_init(br);
+        io_uring_buf_ring_add(br, room, sizeof room, 0, io_uring_buf_ring_mask(1), 0);
+        io_uring_buf_ring_advance(br, 1);
+        struct io_uring_sqe *sqe = io_uring_get_sqe(ring);
+        io_uring_prep_recv_multishot(sqe, s[0], NULL, 0, 0);
+        sqe->flags |= IOSQE_BUFFER_SELECT;
+        if (write(s[1], &byte, 1) == 1 &&
+            io_uring_submit_and_wait_timeout(ring, &cqe, 1, &ts, NULL) >= 0 && cqe) {
+            ok = cqe->res == 1 && cqe->flags & IORING_CQE_F_MORE;
+            io_uring_cqe_seen(ring, cqe);
+        }
+    }
+    close(s[0]);
+    close(s[1]);
+    /* The ring goes first: it may still hold the receive that uses `room` and `br`. */
+    io_uring_queue_exit(ring);
+    munmap(br, 4096);
+    return ok;
+}
+
+/* 0 and the features, or the errno that forbids io_uring (EPERM, ENOSYS, ...). */
+int azc_probe(uint32_t *features) {
+    struct io_uring ring;
+    struct io_uring_params p = {.flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN};
+    *features = 0;
+    int rc = io_uring_queue_init_params(8, &ring, &p);
+    if (rc == 0)
+        *features |= AZC_HAS_DEFER_TASKRUN;
+    else
+        rc = io_uring_queue_init(8, &ring, 0);
+    if (rc < 0)
+        return rc;
+    *features |= AZC_HAS_URING;
+    struct io_uring_probe *probe = io_uring_get_probe_ring(&ring);
+    if (probe) {
+        if (io_uring_opcode_supported(probe, IORING_OP_SEND_ZC))
+            *features |= AZC_HAS_SEND_ZC;
+        if (io_uring_opcode_supported(probe, IORING_OP_SENDMSG_ZC))
+            *features |= AZC_HAS_SENDMSG_ZC;
+        if (io_uring_opcode_supported(probe, IORING_OP_SOCKET)) /* 5.19, as multishot accept */
+            *features |= AZC_HAS_ACCEPT_MULTISHOT;
+        io_uring_free_probe(probe);
+    }
+    bool buf_ring;
+    if (try_multishot(&ring, &buf_ring))
+        *features |= AZC_HAS_RECV_MULTISHOT;
+    if (buf_ring)
+        *features |= AZC_HAS_BUF_RING;
+    return 0;
+}

@@ -1,0 +1,498 @@
+/* reactor.c - the ABI of aiozc.h over the two backends.
+ *
+ * Owns: the reactor, the event array, connections and their lists. Called by: Python through cffi, from
+ * the loop's thread only. Events gather in `pending` and are handed out in batches by azc_wait, so
+ * a synchronous harvest (closing one connection, the end of a run) loses nothing and may come while
+ * Python still walks the batch before. The batch's receive buffers and released operations are given
+ * back by the next azc_wait: until then Python may read them.
+ * Never: call back, block outside azc_wait/azc_close, or free what the kernel may read.
+ */
+#define _GNU_SOURCE
+#include "internal.h"
+
+#include <errno.h>
+#include <netinet/in.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define container(ptr, type, member) ((type *)((char *)(ptr)-offsetof(type, member)))
+
+static struct conn *conn_of(azc_conn *c) { return container(c, struct conn, pub); }
+
+bool fault(struct azc_reactor *r, int kind) {
+    if (!r->fault_every[kind] || ++r->fault_count[kind] % r->fault_every[kind])
+        return false;
+    return true;
+}
+
+int azc_fault(azc_reactor *r, int kind, uint32_t every) {
+    if (kind < 0 || kind >= AZC_FAULT_KINDS)
+        return -EINVAL;
+    r->fault_every[kind] = every;
+    r->fault_count[kind] = 0;
+    return 0;
+}
+
+/* ---- events ---- */
+
+void emit(struct azc_reactor *r, uint64_t token, int kind, int32_t res, unsigned arg) {
+    if (r->n_pending == r->cap_pending) {
+        uint32_t cap = r->cap_pending ? r->cap_pending * 2 : AZC_EVENTS;
+        azc_event *more = realloc(r->pending, cap * sizeof *more);
+        if (!more)
+            abort(); /* an event that is lost is a connection that hangs, or memory freed early */
+        r->pending = more;
+        r->cap_pending = cap;
+    }
+    r->pending[r->n_pending++] = (azc_event){token, res, (uint16_t)kind, (uint16_t)arg};
+}
+
+/* Python has read the last batch: what it described may be used again. */
+static void retire_batch(struct azc_reactor *r) {
+    for (uint32_t i = 0; i < r->n_out; i++) {
+        azc_event *e = &r->out[i];
+        if (e->kind == AZC_EV_RECV && e->res > 0) {
+            r->be->recycle(r, e->arg);
+        } else if (e->kind == AZC_EV_RELEASED) {
+            struct op *o = table_get(&r->ops, e->token);
+            if (o)
+                op_forget(r, &o->pub);
+        }
+    }
+    r->n_out = 0;
+}
+
+static int hand_out(struct azc_reactor *r) {
+    uint32_t n = r->n_pending < AZC_EVENTS ? r->n_pending : AZC_EVENTS;
+    memcpy(r->out, r->pending, n * sizeof *r->out);
+    r->n_pending -= n;
+    if (r->n_pending)
+        memmove(r->pending, r->pending + n, r->n_pending * sizeof *r->out);
+    r->n_out = n;
+    return (int)n;
+}
+
+void mark_dirty(struct conn *c) {
+    if (c->dirty)
+        return;
+    c->dirty = true;
+    c->dirty_next = c->r->dirty;
+    c->r->dirty = c;
+}
+
+static void unmark_dirty(struct conn *c) {
+    if (!c->dirty)
+        return;
+    for (struct conn **p = &c->r->dirty; *p; p = &(*p)->dirty_next)
+        if (*p == c) {
+            *p = c->dirty_next;
+            break;
+        }
+    c->dirty = false;
+}
+
+/* Tell Python what it asked to be told, once. */
+void conn_notify(struct conn *c) {
+    uint32_t due = 0, want = c->pub.notify;
+    if (!want || c->closed)
+        return;
+    if ((want & AZC_NOTIFY_LOW) && c->pub.unsent <= c->pub.low)
+        due |= AZC_NOTIFY_LOW;
+    if ((want & AZC_NOTIFY_DRAINED) && !c->pub.unsent)
+        due |= AZC_NOTIFY_DRAINED;
+    if ((want & AZC_NOTIFY_ZC_LOW) && c->pub.unsent + c->pub.pinned <= c->pub.zc_low)
+        due |= AZC_NOTIFY_ZC_LOW;
+    if ((want & AZC_NOTIFY_MARK) && c->pub.sent_pos >= c->pub.mark)
+        due |= AZC_NOTIFY_MARK;
+    if (!due)
+        return;
+    c->pub.notify = want & ~due;
+    emit(c->r, c->pub.token, AZC_EV_WRITE, 0, due);
+}
+
+void conn_send_failed(struct conn *c, int error) {
+    if (c->failed)
+        return;
+    c->failed = error;
+    sendq_drop(c, error);
+    emit(c->r, c->pub.token, AZC_EV_WRITE, error, AZC_NOTIFY_ERROR);
+}
+
+void conn_maybe_free(struct conn *c) {
+    if (!c->closed || c->rq || c->armed || c->notifs)
+        return;
+    unmark_dirty(c);
+    if (c->orphan_fd >= 0)
+        close(c->orphan_fd);
+    sendq_destroy(c);
+    table_free(&c->r->conns, c);
+}
+
+/* ---- life of a reactor ---- */
+
+static int map_buffers(struct azc_reactor *r) {
+    r->n_bufs = r->cfg.recv_buffers;
+    r->buf_size = 64u << 10;
+    /* Not a power of two apart: buffers that start in the same cache sets evict each other. */
+    r->buf_stride = r->buf_size + 2048;
+    r->bufs_bytes = r->n_bufs * r->buf_stride;
+    r->bufs = mmap(NULL, r->bufs_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return r->bufs == MAP_FAILED ? -ENOMEM : 0;
+}
+
+azc_reactor *azc_open(const azc_config *cfg, int *err) {
+    struct azc_reactor *r = calloc(1, sizeof *r);
+    *err = -ENOMEM;
+    if (!r)
+        return NULL;
+    r->cfg = *cfg;
+    if (!r->cfg.recv_buffers)
+        r->cfg.recv_buffers = 128;
+    if (!r->cfg.sq_entries)
+        r->cfg.sq_entries = 1024;
+    if (!r->cfg.cq_entries)
+        r->cfg.cq_entries = 8192;
+    if (!r->cfg.max_parts || r->cfg.max_parts > 1024)
+        r->cfg.max_parts = 1024;
+    if (!r->cfg.max_request || r->cfg.max_request > (1u << 30))
+        r->cfg.max_request = 1u << 20;
+    if (r->cfg.recv_buffers & (r->cfg.recv_buffers - 1) || r->cfg.recv_buffers > 32768 ||
+        (cfg->backend != AZC_URING && cfg->backend != AZC_EPOLL)) {
+        *err = -EINVAL;
+        free(r);
+        return NULL;
+    }
+    table_init(&r->ops, sizeof(struct op));
+    table_init(&r->reqs, sizeof(struct req));
+    table_init(&r->conns, sizeof(struct conn));
+    r->be = cfg->backend == AZC_URING ? &uring_backend : &epoll_backend;
+    r->pid = getpid();
+    *err = map_buffers(r);
+    if (*err < 0) {
+        free(r);
+        return NULL;
+    }
+    return r;
+}
+
+/* In a forked child nothing of the parent's is in flight for us: its requests, and the bytes that
+ * they carry, are the parent's to send. */
+static void forget_parent(struct azc_reactor *r) {
+    for (uint32_t i = 0; i < table_slots(&r->reqs); i++) {
+        struct req *q = table_at(&r->reqs, i);
+        if (!q)
+            continue;
+        if (q->first_seen) {
+            req_notif(q, false, false);
+        } else {
+            q->notif_seen = true;
+            req_first(q, -ECANCELED, false);
+        }
+    }
+    for (uint32_t i = 0; i < table_slots(&r->conns); i++) {
+        struct conn *c = table_at(&r->conns, i);
+        if (!c)
+            continue;
+        c->armed = c->cancelling = false;
+        c->ep_mask = 0;
+        if (c->pub.unsent)
+            conn_send_failed(c, -ECANCELED);
+        mark_dirty(c);
+        conn_maybe_free(c);
+    }
+}
+
+int azc_attach(azc_reactor *r) {
+    bool child = r->pid != getpid();
+    r->detaching = false;
+    if (child && r->be_data)
+        r->be->destroy(r); /* knows by r->pid that the ring is the parent's */
+    if (child) {
+        forget_parent(r);
+        r->pid = getpid();
+    }
+    int rc = r->be->attach(r);
+    if (rc < 0)
+        return rc;
+    for (uint32_t i = 0; i < table_slots(&r->conns); i++) {
+        struct conn *c = table_at(&r->conns, i);
+        if (c && !c->closed)
+            mark_dirty(c);
+    }
+    return 0;
+}
+
+/* One turn: ended by an event, the timeout (< 0: none) or a signal. The answer: AZC_FIRED_* and the
+ * number of events; -EINTR for a signal; another -errno for a backend that is beyond repair. */
+int azc_wait(azc_reactor *r, int64_t timeout_ns) {
+    retire_batch(r);
+    int rc = r->be->wait(r, anything(r) ? 0 : timeout_ns);
+    return anything(r) || rc >= 0 ? azc_take_events(r) : rc;
+}
+
+/* Hand out what is there, without entering the kernel. */
+int azc_take_events(azc_reactor *r) {
+    retire_batch(r);
+    int fired = r->fired | (r->n_rel ? AZC_FIRED_RELEASED : 0);
+    r->fired = 0;
+    return hand_out(r) | fired;
+}
+
+int azc_detach(azc_reactor *r) {
+    r->detaching = true;
+    return r->be->detach(r);
+}
+
+/* Wait, at most so long, for notifications. The answer: how many requests the kernel still reads. */
+int azc_drain(azc_reactor *r, int64_t timeout_ns) {
+    if (r->stats.notifications_outstanding && r->be_data)
+        r->be->drain(r, timeout_ns);
+    return (int)r->reqs.live;
+}
+
+/* 0: everything is given back. Else the number of requests that the kernel may still read: then the
+ * memory of copied bytes and the tables are kept for good; Python keeps what it holds likewise. */
+int azc_close(azc_reactor *r) {
+    r->detaching = true;
+    int left = (int)r->reqs.live;
+    if (r->be_data)
+        r->be->destroy(r);
+    if (left)
+        return left;
+    for (uint32_t i = 0; i < table_slots(&r->conns); i++) {
+        struct conn *c = table_at(&r->conns, i);
+        if (!c)
+            continue;
+        sendq_drop(c, -ECONNABORTED);
+        sendq_destroy(c);
+        if (c->orphan_fd >= 0)
+            close(c->orphan_fd);
+    }
+    slab_destroy(&r->slab);
+    table_destroy(&r->ops);
+    table_destroy(&r->reqs);
+    table_destroy(&r->conns);
+    munmap(r->bufs, r->bufs_bytes);
+    free(r->pending);
+    free(r->rel);
+    free(r);
+    return 0;
+}
+
+azc_event *azc_events(azc_reactor *r) { return r->out; }
+
+char *azc_recv_memory(azc_reactor *r, size_t *bytes, size_t *stride) {
+    *bytes = r->bufs_bytes;
+    *stride = r->buf_stride;
+    return r->bufs;
+}
+
+azc_stats *azc_stats_of(azc_reactor *r) { return &r->stats; }
+
+size_t azc_take_released(azc_reactor *r, uint64_t *tokens, size_t max) {
+    size_t n = r->n_rel < max ? r->n_rel : max;
+    if (!n)
+        return 0;
+    r->n_rel -= n;
+    memcpy(tokens, r->rel + r->n_rel, n * sizeof *tokens);
+    return n;
+}
+
+/* ---- connections ---- */
+
+static bool can_zero_copy(int fd) {
+    int domain = 0, type = 0;
+    socklen_t n = sizeof domain;
+    if (getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &n) < 0)
+        return false;
+    n = sizeof type;
+    if (getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &n) < 0)
+        return false;
+    return (domain == AF_INET || domain == AF_INET6) && type == SOCK_STREAM;
+}
+
+azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind) {
+    struct conn *c = table_new(&r->conns);
+    if (!c)
+        return NULL;
+    c->r = r;
+    c->orphan_fd = -1;
+    c->pub.token = c->slot.token;
+    c->pub.fd = fd;
+    c->pub.kind = (uint8_t)kind;
+    c->pub.high = c->pub.low = SEND_NOW;
+    c->pub.zc_threshold = r->cfg.zc_threshold;
+    c->pub.zc_cap = r->cfg.zc_transport_cap;
+    if (kind == AZC_STREAM) {
+        r->stats.connections++;
+        c->pub.zc_ok = r->cfg.backend == AZC_URING && r->cfg.zerocopy && can_zero_copy(fd);
+    }
+    return &c->pub;
+}
+
+/* Receive, accept or poll from the next azc_wait on. */
+int azc_conn_start(azc_conn *pub) {
+    struct conn *c = conn_of(pub);
+    if (c->eof || c->closed)
+        return 0;
+    c->want_recv = true;
+    mark_dirty(c);
+    return 0;
+}
+
+/* Stop it. What arrived already still comes as events. */
+int azc_conn_stop(azc_conn *pub) {
+    struct conn *c = conn_of(pub);
+    c->want_recv = false;
+    mark_dirty(c);
+    return 0;
+}
+
+/* At once: nothing of this descriptor is with the kernel afterwards but notifications. */
+int azc_conn_quiesce(azc_conn *pub) {
+    struct conn *c = conn_of(pub);
+    c->want_recv = false;
+    return c->r->be->quiesce(c);
+}
+
+/* Drop what is unsent; a request in the kernel is cancelled by the next azc_wait or close. */
+int azc_conn_abort(azc_conn *pub, int error) {
+    struct conn *c = conn_of(pub);
+    c->want_recv = false;
+    if (!c->failed)
+        c->failed = error;
+    c->cancel_rq = c->rq != NULL;
+    sendq_drop(c, c->failed);
+    mark_dirty(c);
+    return 0;
+}
+
+/* Afterwards the caller closes the descriptor and never uses `pub` again. */
+int azc_conn_close(azc_conn *pub, int error) {
+    struct conn *c = conn_of(pub);
+    int rc = 0;
+    azc_conn_abort(pub, error);
+    if (c->r->be_data)
+        rc = c->r->be->quiesce(c);
+    if (pub->kind == AZC_STREAM)
+        c->r->stats.connections--;
+    unmark_dirty(c);
+    c->closed = true;
+    for (uint32_t i = 0; i < table_slots(&c->r->reqs) && c->notifs && c->orphan_fd < 0; i++) {
+        struct req *q = table_at(&c->r->reqs, i);
+        if (q && q->conn == c && q->orphan)
+            c->orphan_fd = dup(pub->fd); /* its acknowledgements are all we will learn */
+    }
+    conn_maybe_free(c);
+    return rc;
+}
+
+/* ---- sending ---- */
+
+/* Send plain bytes with a system call now: what is queued, and `extra` behind it. Answers how many
+ * bytes of `extra` went. Only where nothing is in the kernel before them. */
+static size_t send_now(struct conn *c, const char *extra, size_t n) {
+    struct sendq *q = &c->q;
+    struct gathered g = {0};
+    if (c->rq || c->want_out || q->zc_parts || c->failed || c->closed)
+        return 0;
+    if (q->count && (sendq_gather(c, &g) < 0 || g.bytes < c->pub.unsent))
+        return 0; /* more than one request's worth: leave it to the backend, in order */
+    struct iovec iov[65];
+    if (g.parts > 64)
+        return 0;
+    memcpy(iov, q->iov, g.parts * sizeof *iov);
+    struct msghdr m = {.msg_iov = iov, .msg_iovlen = g.parts};
+    if (n)
+        iov[m.msg_iovlen++] = (struct iovec){(void *)extra, n};
+    ssize_t rc = sendmsg(c->pub.fd, &m, MSG_DONTWAIT | MSG_NOSIGNAL);
+    c->r->stats.requests++;
+    c->r->stats.parts += m.msg_iovlen;
+    if (rc < 0) {
+        if (errno != EAGAIN && errno != EINTR && errno != ENOBUFS && errno != ENOMEM)
+            conn_send_failed(c, -errno);
+        return 0;
+    }
+    size_t mine = (uint64_t)rc < g.bytes ? (size_t)rc : g.bytes;
+    sendq_consume(c, mine);
+    c->pub.sent_pos += (size_t)rc - mine;
+    c->pub.queued_pos += (size_t)rc - mine;
+    c->r->stats.bytes += (size_t)rc - mine;
+    return (size_t)rc - mine;
+}
+
+static int look(struct conn *c) {
+    return c->pub.ref_token || c->pub.unsent > c->pub.high;
+}
+
+/* 0: done. 1: look at ref_token (hold the buffer) and at unsent (above high). -ENOMEM. By copying where
+ * that is cheap, else sent at once, and what remains by reference (`by_reference`: nobody changes
+ * it) or as a snapshot. */
+int azc_write(azc_conn *pub, const char *p, size_t n, int by_reference) {
+    struct conn *c = conn_of(pub);
+    pub->ref_token = 0;
+    if (c->failed || c->closed)
+        return 0; /* its event is on the way, or was told: asyncio's write() drops, too */
+    bool small = n <= COPY_MAX && (!by_reference || pub->unsent < COPY_BACKLOG || n < 512);
+    if (!small) {
+        size_t sent = send_now(c, p, n);
+        if (c->failed)
+            return 0;
+        p += sent;
+        n -= sent;
+    }
+    if (n && !small && by_reference) {
+        azc_op *op = op_new(c->r, OP_REF, n);
+        if (!op)
+            return -ENOMEM;
+        if (sendq_push(c, p, n, op) < 0) {
+            op_forget(c->r, op);
+            return -ENOMEM;
+        }
+        pub->ref_token = op->token;
+    } else if (n) {
+        if (sendq_copy(c, p, n) < 0)
+            return -ENOMEM;
+        if (small && pub->unsent >= SEND_NOW)
+            send_now(c, NULL, 0);
+    }
+    if (c->q.count)
+        mark_dirty(c);
+    return look(c);
+}
+
+azc_op *azc_submit(azc_conn *pub, const azc_iov *parts, size_t n) {
+    struct conn *c = conn_of(pub);
+    uint64_t total = 0;
+    for (size_t i = 0; i < n; i++)
+        total += parts[i].len;
+    azc_op *op = op_new(c->r, OP_USER, total);
+    if (!op)
+        return NULL;
+    for (size_t i = 0; i < n; i++)
+        if (parts[i].len && sendq_push(c, parts[i].base, parts[i].len, op) < 0) {
+            if (op->parts)
+                sendq_remove(c, op);
+            op_forget(c->r, op);
+            return NULL;
+        }
+    mark_dirty(c);
+    return op;
+}
+
+azc_op *azc_submit_one(azc_conn *pub, const char *p, size_t n) {
+    azc_iov one = {p, n};
+    return azc_submit(pub, &one, 1);
+}
+
+/* 1: it is out of the queue, no byte of it left, and its slot is free. 0: too late. */
+int azc_withdraw(azc_conn *pub, azc_op *op) {
+    struct conn *c = conn_of(pub);
+    if (op->kind != OP_USER || !sendq_remove(c, op))
+        return 0;
+    op_forget(c->r, op);
+    conn_notify(c);
+    return 1;
+}

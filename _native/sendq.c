@@ -1,0 +1,234 @@
+/* sendq.c - one socket's send queue: gather, split, account. Knows no backend.
+ *
+ * Owns: the order of the bytes. Used by: reactor.c (push), optable.c (consume), the backends (gather).
+ * Rules:
+ *  1. One FIFO for copied, referenced and zero-copy parts; bytes leave in call order.
+ *  2. At most one request that is not yet sent; it reads the first `in_request` parts, which nobody
+ *     moves, merges or extends until its first completion.
+ *  3. A request takes at most max_parts parts and max_request bytes. A larger part stays at the head
+ *     and is consumed from its front, so any length works.
+ *  4. What the kernel did not accept stays at the head: a short result needs no special case.
+ *  5. `copy_left` bytes at the head go by copying (they met ENOMEM or ENOBUFS); then zero-copy resumes.
+ *  6. MSG_EOR on the request that completes each 64 KiB of a zero-copy stream, else the kernel stacks
+ *     notifications without end (measured: 0 of 11,328 within 3 s).
+ *
+ * Never: touch memory of a part, or decide that a part is released (optable.c does).
+ */
+#include "internal.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+
+static void queued(struct conn *c, uint64_t n) {
+    struct azc_reactor *r = c->r;
+    c->pub.unsent += n;
+    c->pub.queued_pos += n;
+    r->stats.queued_bytes += n;
+    r->stats.bytes += n;
+    if (r->stats.queued_bytes > r->stats.queued_peak)
+        r->stats.queued_peak = r->stats.queued_bytes;
+}
+
+static void unqueued(struct conn *c, uint64_t n) {
+    c->pub.unsent -= n;
+    c->r->stats.queued_bytes -= n;
+}
+
+static int grow(struct sendq *q) {
+    uint32_t cap = q->cap ? q->cap * 2 : 8;
+    struct part *more = malloc(cap * sizeof *more);
+    if (!more)
+        return -ENOMEM;
+    for (uint32_t i = 0; i < q->count; i++)
+        more[i] = *sendq_at(q, i);
+    free(q->parts);
+    q->parts = more;
+    q->cap = cap;
+    q->head = 0;
+    return 0;
+}
+
+int sendq_push(struct conn *c, const char *base, size_t len, azc_op *op) {
+    struct sendq *q = &c->q;
+    if (q->count == q->cap && grow(q) < 0)
+        return -ENOMEM;
+    *sendq_at(q, q->count) = (struct part){base, len, op};
+    q->count++;
+    op->parts++;
+    if (op->kind == OP_USER)
+        q->zc_parts++;
+    queued(c, len);
+    return 0;
+}
+
+/* Copy into the chunk at the tail, and into new ones: many small writes become one part. */
+int sendq_copy(struct conn *c, const char *base, size_t len) {
+    struct sendq *q = &c->q;
+    size_t hint = len;
+    if (q->count) {
+        struct part *tail = sendq_at(q, q->count - 1);
+        if (tail->op->kind == OP_CHUNK) {
+            struct chunk *k = (struct chunk *)tail->op;
+            size_t room = k->cap - k->used;
+            if (room >= len && q->count > q->in_request) {
+                memcpy(k->data + k->used, base, len);
+                k->used += len;
+                tail->len += len;
+                queued(c, len);
+                return 0;
+            }
+            /* A second small write in one turn: expect more of them. */
+            hint = len > k->cap * 4 ? len : k->cap * 4;
+            if (hint > COPY_MAX * 4)
+                hint = len > COPY_MAX * 4 ? len : COPY_MAX * 4;
+        }
+    }
+    struct chunk *k = chunk_new(c->r, hint);
+    if (!k)
+        return -ENOMEM;
+    memcpy(k->data, base, len);
+    k->used = len;
+    int rc = sendq_push(c, k->data, len, &k->op);
+    if (rc < 0)
+        chunk_free(c->r, k);
+    return rc;
+}
+
+static int reserve_iov(struct sendq *q, uint32_t want) {
+    if (q->iov_cap >= want)
+        return 0;
+    uint32_t cap = want <= 16 ? 16 : want <= 128 ? 128 : 1024;
+    struct iovec *more = realloc(q->iov, cap * sizeof *more);
+    if (!more)
+        return -ENOMEM;
+    q->iov = more;
+    q->iov_cap = cap;
+    return 0;
+}
+
+static bool zc_allowed(struct conn *c, uint64_t zc_bytes, uint64_t bytes) {
+    struct azc_reactor *r = c->r;
+    if (!zc_bytes || !c->pub.zc_ok || zc_bytes < c->pub.zc_threshold)
+        return false;
+    if (c->pub.pinned + bytes > c->pub.zc_cap ||
+        r->stats.pinned_bytes + bytes > r->cfg.zc_loop_cap) {
+        r->stats.fallbacks[AZC_FALLBACK_CAP]++;
+        return false;
+    }
+    if (fault(r, AZC_FAULT_ZC_ENOMEM)) {
+        r->stats.fallbacks[AZC_FALLBACK_ENOMEM]++;
+        c->q.copy_left = bytes;
+        return false;
+    }
+    return true;
+}
+
+/* Put the next request into q->iov. 0: filled; -ENOMEM. Call only when sendq_ready. */
+int sendq_gather(struct conn *c, struct gathered *g) {
+    struct sendq *q = &c->q;
+    uint64_t limit = c->r->cfg.max_request, zc_bytes = 0, bytes = 0;
+    uint32_t max = q->count < c->r->cfg.max_parts ? q->count : c->r->cfg.max_parts, n = 0;
+    if (q->copy_left && q->copy_left < limit)
+        limit = q->copy_left;
+    int rc = reserve_iov(q, max);
+    if (rc < 0)
+        return rc;
+    for (; n < max && bytes < limit; n++) {
+        struct part *p = sendq_at(q, n);
+        uint64_t take = p->len < limit - bytes ? p->len : limit - bytes;
+        q->iov[n] = (struct iovec){(void *)p->base, take};
+        bytes += take;
+        if (p->op->kind == OP_USER)
+            zc_bytes += take;
+    }
+    *g = (struct gathered){.parts = n, .bytes = bytes};
+    if (!q->copy_left)
+        g->zc = zc_allowed(c, zc_bytes, bytes);
+    if (g->zc) {
+        q->since_eor += bytes;
+        g->eor = q->since_eor >= EOR_BYTES;
+        if (g->eor)
+            q->since_eor = 0;
+    }
+    memset(&q->msg, 0, sizeof q->msg);
+    q->msg.msg_iov = q->iov;
+    q->msg.msg_iovlen = n;
+    return 0;
+}
+
+static void pop(struct conn *c) {
+    struct sendq *q = &c->q;
+    azc_op *op = sendq_at(q, 0)->op;
+    q->head = (q->head + 1) & (q->cap - 1);
+    q->count--;
+    if (op->kind == OP_USER)
+        q->zc_parts--;
+    op->parts--;
+    op_check(c->r, op);
+}
+
+void sendq_consume(struct conn *c, uint64_t bytes) {
+    struct sendq *q = &c->q;
+    unqueued(c, bytes);
+    c->pub.sent_pos += bytes;
+    q->copy_left = q->copy_left > bytes ? q->copy_left - bytes : 0;
+    while (bytes) {
+        struct part *p = sendq_at(q, 0);
+        uint64_t n = p->len < bytes ? p->len : bytes;
+        p->op->sent += n;
+        p->base += n;
+        p->len -= n;
+        bytes -= n;
+        if (!p->len)
+            pop(c);
+    }
+}
+
+/* Everything that no request reads is dropped; its operations fail with `error`. */
+void sendq_drop(struct conn *c, int error) {
+    struct sendq *q = &c->q;
+    while (q->count > q->in_request) {
+        struct part *p = sendq_at(q, q->count - 1);
+        azc_op *op = p->op;
+        unqueued(c, p->len);
+        q->count--;
+        if (op->kind == OP_USER)
+            q->zc_parts--;
+        op->error = error;
+        op->parts--;
+        op_check(c->r, op);
+    }
+    for (uint32_t i = 0; i < q->count; i++)
+        sendq_at(q, i)->op->error = error;
+    q->copy_left = 0;
+}
+
+/* Take all parts of an operation out, if none of them was ever issued. */
+bool sendq_remove(struct conn *c, azc_op *op) {
+    struct sendq *q = &c->q;
+    if (op->state != AZC_QUEUED || !op->parts)
+        return false;
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < q->count; i++) {
+        struct part p = *sendq_at(q, i);
+        if (p.op == op) {
+            unqueued(c, p.len);
+            c->pub.queued_pos -= p.len;
+            c->r->stats.bytes -= p.len;
+            op->parts--;
+            q->zc_parts--;
+        } else {
+            *sendq_at(q, kept++) = p;
+        }
+    }
+    q->count = kept;
+    return true;
+}
+
+void sendq_destroy(struct conn *c) {
+    free(c->q.parts);
+    free(c->q.iov);
+    memset(&c->q, 0, sizeof c->q);
+}

@@ -1,0 +1,568 @@
+/* uring.c - the io_uring backend: one enter a turn.
+ *
+ * Owns: the ring and the provided-buffer ring. Called by: reactor.c through `struct backend`.
+ * Rules, each measured or from the man pages:
+ *  1. SINGLE_ISSUER|DEFER_TASKRUN: only the thread that made the ring enters it. Another thread gets a
+ *     new ring; what the old one still owes is then learned from SIOCOUTQ (an orphan, see below).
+ *  2. wait_nr is 1: with notifications outstanding a larger one hung (kernel ef42b85a5609).
+ *  3. EINTR goes back to Python, which runs its signal handlers.
+ *  4. A queued SQE is submitted before its descriptor is closed, and harvested, else the peer gets no
+ *     FIN and a reused descriptor number is hit.
+ *  5. A receive is armed again only after its last completion was seen.
+ *
+ * Orphans: a notification that belongs to a ring whose thread is gone will never be seen. All bytes up
+ * to the request's end being acknowledged by the peer proves that no later change of the memory can
+ * reach it: a retransmission of them would be dropped. That is what releases an orphan.
+ *
+ * Never: link requests, touch the ring of another thread or of a parent process.
+ */
+#define _GNU_SOURCE
+#include "internal.h"
+
+#include <errno.h>
+#include <liburing.h>
+#include <linux/sockios.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+/* Newer than liburing 2.3's header; the kernel refuses what it does not know. */
+#define ZC_REPORT_USAGE (1u << 3) /* IORING_SEND_ZC_REPORT_USAGE, 6.2 */
+#define ZC_COPIED (1u << 31)      /* IORING_NOTIF_USAGE_ZC_COPIED */
+
+#define UD_CONN 1u
+#define UD_REQ 2u
+#define UD_CANCEL 3u
+#define UD_TYPE(ud) ((unsigned)((ud) >> 56))
+#define UD_TOKEN(ud) ((ud) & (((uint64_t)1 << 56) - 1))
+
+#define ORPHAN_POLL_NS 10000000
+
+struct uring {
+    struct io_uring ring;
+    struct io_uring_buf_ring *br;
+    size_t br_bytes;
+    pid_t tid;
+    uint32_t inflight; /* completions owed, notifications not counted */
+    uint32_t orphans;
+    bool no_send;
+};
+
+static struct uring *uring_of(struct azc_reactor *r) { return r->be_data; }
+
+static uint64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static struct __kernel_timespec timespec_of(int64_t ns) {
+    return (struct __kernel_timespec){.tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000};
+}
+
+/* ---- set-up ---- */
+
+static int ring_init(struct azc_reactor *r, struct uring *u) {
+    static const unsigned flags[] = {
+        IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_TASKRUN_FLAG |
+            IORING_SETUP_SUBMIT_ALL,
+        IORING_SETUP_COOP_TASKRUN | IORING_SETUP_TASKRUN_FLAG | IORING_SETUP_SUBMIT_ALL,
+        IORING_SETUP_SUBMIT_ALL,
+        0,
+    };
+    int rc = -EINVAL;
+    for (size_t i = 0; i < sizeof flags / sizeof *flags && rc == -EINVAL; i++) {
+        struct io_uring_params p = {.flags = flags[i] | IORING_SETUP_CQSIZE | IORING_SETUP_CLAMP,
+                                    .cq_entries = r->cfg.cq_entries};
+        rc = io_uring_queue_init_params(r->cfg.sq_entries, &u->ring, &p);
+    }
+    return rc;
+}
+
+static int buf_ring_init(struct azc_reactor *r, struct uring *u) {
+    u->br_bytes = r->n_bufs * sizeof(struct io_uring_buf);
+    u->br =
+        mmap(NULL, u->br_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (u->br == MAP_FAILED)
+        return -ENOMEM;
+    struct io_uring_buf_reg reg = {.ring_addr = (uintptr_t)u->br, .ring_entries = r->n_bufs};
+    int rc = io_uring_register_buf_ring(&u->ring, &reg, 0);
+    if (rc < 0) {
+        munmap(u->br, u->br_bytes);
+        return rc;
+    }
+    io_uring_buf_ring_init(u->br);
+    /* A buffer that an event still names is not the kernel's to fill; its recycle adds it. */
+    uint8_t bits[32768 / 8];
+    memset(bits, 0, sizeof bits);
+    for (uint32_t i = 0; i < r->n_pending; i++)
+        if (r->pending[i].kind == AZC_EV_RECV && r->pending[i].res > 0)
+            bits[r->pending[i].arg / 8] |= (uint8_t)(1 << r->pending[i].arg % 8);
+    for (uint32_t i = 0; i < r->n_out; i++)
+        if (r->out[i].kind == AZC_EV_RECV && r->out[i].res > 0)
+            bits[r->out[i].arg / 8] |= (uint8_t)(1 << r->out[i].arg % 8);
+    int mask = io_uring_buf_ring_mask(r->n_bufs), added = 0;
+    for (uint32_t i = 0; i < r->n_bufs; i++)
+        if (!(bits[i / 8] >> i % 8 & 1))
+            io_uring_buf_ring_add(u->br, r->bufs + i * r->buf_stride, (unsigned)r->buf_size,
+                                  (unsigned short)i, mask, added++);
+    io_uring_buf_ring_advance(u->br, added);
+    return 0;
+}
+
+static void uring_recycle(struct azc_reactor *r, uint16_t buffer) {
+    struct uring *u = uring_of(r);
+    if (!u)
+        return; /* the next ring is given all buffers that no event names */
+    io_uring_buf_ring_add(u->br, r->bufs + buffer * r->buf_stride, (unsigned)r->buf_size, buffer,
+                          io_uring_buf_ring_mask(r->n_bufs), 0);
+    io_uring_buf_ring_advance(u->br, 1);
+}
+
+static void uring_destroy(struct azc_reactor *r) {
+    struct uring *u = uring_of(r);
+    if (r->pid != getpid()) {
+        close(u->ring.ring_fd); /* the mapping was not inherited (ring_dontfork) */
+    } else {
+        io_uring_queue_exit(&u->ring);
+        munmap(u->br, u->br_bytes);
+    }
+    free(u);
+    r->be_data = NULL;
+}
+
+static unsigned harvest(struct azc_reactor *r);
+
+/* The ring's thread is not ours: read what it left in the completion queue, orphan the rest. */
+static void retire(struct azc_reactor *r) {
+    uint32_t n = 0;
+    harvest(r);
+    for (uint32_t i = 0; i < table_slots(&r->reqs); i++) {
+        struct req *q = table_at(&r->reqs, i);
+        if (!q)
+            continue;
+        q->orphan = true;
+        n++;
+    }
+    uring_destroy(r);
+    r->stats.notifications_outstanding = n;
+}
+
+static uint32_t count_orphans(struct azc_reactor *r) {
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < table_slots(&r->reqs); i++) {
+        struct req *q = table_at(&r->reqs, i);
+        n += q && q->orphan;
+    }
+    return n;
+}
+
+static void reap_orphans(struct azc_reactor *r) {
+    struct uring *u = uring_of(r);
+    for (uint32_t i = 0; i < table_slots(&r->reqs); i++) {
+        struct req *q = table_at(&r->reqs, i);
+        if (!q || !q->orphan)
+            continue;
+        int fd = q->conn->closed ? q->conn->orphan_fd : q->conn->pub.fd, unacked = 0;
+        if (fd < 0 || ioctl(fd, SIOCOUTQ, &unacked) < 0)
+            continue;
+        if ((int64_t)(q->conn->pub.sent_pos - q->end_pos) >= unacked) {
+            u->orphans--;
+            req_notif(q, false, false);
+        }
+    }
+}
+
+static int uring_attach(struct azc_reactor *r) {
+    struct uring *u = uring_of(r);
+    if (u && u->tid == gettid()) {
+        u->no_send = false;
+        return 0;
+    }
+    if (u)
+        retire(r);
+    u = calloc(1, sizeof *u);
+    if (!u)
+        return -ENOMEM;
+    int rc = ring_init(r, u);
+    if (rc < 0) {
+        free(u);
+        return rc;
+    }
+    u->tid = gettid();
+    (void)io_uring_ring_dontfork(&u->ring);  /* a child that entered it would get -EEXIST */
+    (void)io_uring_register_ring_fd(&u->ring); /* saves a look-up an enter; optional */
+    rc = buf_ring_init(r, u);
+    if (rc < 0) {
+        io_uring_queue_exit(&u->ring);
+        free(u);
+        return rc;
+    }
+    r->be_data = u;
+    u->orphans = count_orphans(r);
+    return 0;
+}
+
+/* ---- entering ---- */
+
+static unsigned sq_flags(struct uring *u) {
+    return __atomic_load_n(u->ring.sq.kflags, __ATOMIC_ACQUIRE);
+}
+
+static int enter_now(struct azc_reactor *r) {
+    r->stats.enters++;
+    return io_uring_submit_and_get_events(&uring_of(r)->ring);
+}
+
+/* Submit, and sleep until one completion or the time is over (< 0: no limit). */
+static int enter_wait(struct azc_reactor *r, int64_t ns) {
+    struct __kernel_timespec ts = timespec_of(ns < 0 ? 0 : ns);
+    struct io_uring_cqe *cqe;
+    r->stats.enters++;
+    return io_uring_submit_and_wait_timeout(&uring_of(r)->ring, &cqe, 1, ns < 0 ? NULL : &ts,
+                                            NULL);
+}
+
+static struct io_uring_sqe *get_sqe(struct azc_reactor *r) {
+    struct uring *u = uring_of(r);
+    struct io_uring_sqe *sqe = io_uring_get_sqe(&u->ring);
+    if (sqe)
+        return sqe;
+    r->stats.enters++;
+    io_uring_submit(&u->ring); /* the queue is full; what stays in it is submitted later */
+    return io_uring_get_sqe(&u->ring);
+}
+
+/* ---- completions ---- */
+
+static void on_stream(struct conn *c, int32_t res, unsigned flags) {
+    struct azc_reactor *r = c->r;
+    uint64_t token = c->pub.token;
+    if (res > 0) {
+        emit(r, token, AZC_EV_RECV, res, flags >> IORING_CQE_BUFFER_SHIFT);
+        return;
+    }
+    if (flags & IORING_CQE_F_BUFFER)
+        uring_recycle(r, (uint16_t)(flags >> IORING_CQE_BUFFER_SHIFT));
+    if (res == -ENOBUFS) {
+        r->stats.enobufs++;
+    } else if (res == 0) {
+        c->eof = true;
+        emit(r, token, AZC_EV_RECV, 0, 0);
+    } else if (res != -ECANCELED && res != -EINTR && res != -EAGAIN) {
+        c->want_recv = false;
+        emit(r, token, AZC_EV_RECV, res, 0);
+    }
+}
+
+static void on_listen(struct conn *c, int32_t res) {
+    if (res == -ECANCELED || res == -EAGAIN || res == -EINTR || res == -ECONNABORTED)
+        return;
+    if (res < 0)
+        c->want_recv = false; /* the caller starts it again after a pause */
+    emit(c->r, c->pub.token, AZC_EV_ACCEPT, res, 0);
+}
+
+static void on_conn(struct azc_reactor *r, uint64_t token, int32_t res, unsigned flags) {
+    struct uring *u = uring_of(r);
+    struct conn *c = table_get(&r->conns, token);
+    if (!(flags & IORING_CQE_F_MORE))
+        u->inflight--;
+    if (!c || c->closed) {
+        if (flags & IORING_CQE_F_BUFFER)
+            uring_recycle(r, (uint16_t)(flags >> IORING_CQE_BUFFER_SHIFT));
+        else if (c && c->pub.kind == AZC_LISTEN && res >= 0)
+            close(res); /* accepted for a listener that is gone */
+        if (c && !(flags & IORING_CQE_F_MORE))
+            c->armed = false;
+        if (c)
+            conn_maybe_free(c);
+        return;
+    }
+    if (!(flags & IORING_CQE_F_MORE))
+        c->armed = c->cancelling = false;
+    if (c->pub.kind == AZC_STREAM)
+        on_stream(c, res, flags);
+    else if (c->pub.kind == AZC_LISTEN)
+        on_listen(c, res);
+    else if (res > 0)
+        poll_fired(c);
+    if (!c->armed && c->want_recv && !c->eof)
+        mark_dirty(c);
+}
+
+static void on_req(struct azc_reactor *r, uint64_t token, int32_t res, unsigned flags) {
+    struct req *q = table_get(&r->reqs, token);
+    if (!(flags & IORING_CQE_F_NOTIF))
+        uring_of(r)->inflight--;
+    if (!q)
+        return; /* a stray notification of an earlier use of the slot */
+    if (flags & IORING_CQE_F_NOTIF)
+        req_notif(q, true, (uint32_t)res & ZC_COPIED);
+    else
+        req_first(q, res, flags & IORING_CQE_F_MORE);
+}
+
+static unsigned harvest(struct azc_reactor *r) {
+    struct uring *u = uring_of(r);
+    struct io_uring_cqe *cqe;
+    unsigned head, n = 0;
+    if (sq_flags(u) & IORING_SQ_CQ_OVERFLOW)
+        r->stats.cq_overflows++;
+    io_uring_for_each_cqe(&u->ring, head, cqe) {
+        n++;
+        if (UD_TYPE(cqe->user_data) == UD_CONN)
+            on_conn(r, UD_TOKEN(cqe->user_data), cqe->res, cqe->flags);
+        else if (UD_TYPE(cqe->user_data) == UD_REQ)
+            on_req(r, UD_TOKEN(cqe->user_data), cqe->res, cqe->flags);
+    }
+    io_uring_cq_advance(&u->ring, n);
+    return n;
+}
+
+/* ---- requests ---- */
+
+static void set_ud(struct io_uring_sqe *sqe, unsigned type, uint64_t token) {
+    sqe->user_data = (uint64_t)type << 56 | token;
+}
+
+static bool cancel(struct azc_reactor *r, unsigned type, uint64_t token) {
+    struct io_uring_sqe *sqe = get_sqe(r);
+    if (!sqe)
+        return false;
+    io_uring_prep_cancel64(sqe, (uint64_t)type << 56 | token, 0);
+    set_ud(sqe, UD_CANCEL, 0);
+    return true;
+}
+
+static bool arm(struct conn *c) {
+    struct azc_reactor *r = c->r;
+    struct io_uring_sqe *sqe = get_sqe(r);
+    if (!sqe)
+        return false;
+    switch (c->pub.kind) {
+    case AZC_STREAM:
+        io_uring_prep_recv_multishot(sqe, c->pub.fd, NULL, 0, 0);
+        sqe->flags |= IOSQE_BUFFER_SELECT;
+        sqe->buf_group = 0;
+        break;
+    case AZC_LISTEN:
+        io_uring_prep_multishot_accept(sqe, c->pub.fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+        break;
+    default:
+        io_uring_prep_poll_add(sqe, c->pub.fd, POLLIN);
+    }
+    set_ud(sqe, UD_CONN, c->pub.token);
+    c->armed = true;
+    uring_of(r)->inflight++;
+    return true;
+}
+
+static bool send_request(struct conn *c) {
+    struct azc_reactor *r = c->r;
+    struct sendq *sq = &c->q;
+    struct gathered g;
+    struct io_uring_sqe *sqe = get_sqe(r);
+    if (!sqe || sendq_gather(c, &g) < 0)
+        goto later;
+    struct req *q = req_new(c, &g);
+    if (!q)
+        goto later;
+    int flags = MSG_WAITALL | MSG_NOSIGNAL | (g.eor ? MSG_EOR : 0);
+    if (g.parts == 1 && g.zc)
+        io_uring_prep_send_zc(sqe, c->pub.fd, sq->iov->iov_base, sq->iov->iov_len, flags, 0);
+    else if (g.parts == 1)
+        io_uring_prep_send(sqe, c->pub.fd, sq->iov->iov_base, sq->iov->iov_len, flags);
+    else if (g.zc)
+        io_uring_prep_sendmsg_zc(sqe, c->pub.fd, &sq->msg, (unsigned)flags);
+    else
+        io_uring_prep_sendmsg(sqe, c->pub.fd, &sq->msg, (unsigned)flags);
+    if (g.zc)
+        sqe->ioprio |= ZC_REPORT_USAGE;
+    set_ud(sqe, UD_REQ, q->slot.token);
+    uring_of(r)->inflight++;
+    return true;
+later:
+    if (sqe) { /* it cannot be given back: let it do nothing */
+        io_uring_prep_nop(sqe);
+        set_ud(sqe, UD_CANCEL, 0);
+    }
+    return false;
+}
+
+/* Bring one connection from what is wanted to what is asked of the kernel. False: try again. */
+static bool bring_up(struct conn *c) {
+    struct azc_reactor *r = c->r;
+    struct uring *u = uring_of(r);
+    if (c->cancel_rq && c->rq && !c->cancel_rq_sent) {
+        if (!cancel(r, UD_REQ, c->rq->slot.token))
+            return false;
+        c->cancel_rq_sent = true;
+    }
+    if (c->want_recv && !c->armed && !c->eof && !r->detaching) {
+        if (!arm(c))
+            return false;
+    } else if (!c->want_recv && c->armed && !c->cancelling) {
+        if (!cancel(r, UD_CONN, c->pub.token))
+            return false;
+        c->cancelling = true;
+    }
+    return !sendq_ready(c) || u->no_send || send_request(c);
+}
+
+static void flush(struct azc_reactor *r) {
+    struct conn *c = r->dirty, *next;
+    r->dirty = NULL;
+    for (; c; c = next) {
+        next = c->dirty_next;
+        c->dirty = false;
+        if (!c->closed && !bring_up(c))
+            mark_dirty(c);
+    }
+}
+
+/* ---- turns ---- */
+
+/* EAGAIN and EBUSY: the kernel could not take more before completions are read. */
+static int relieve(struct azc_reactor *r) {
+    r->stats.enters++;
+    io_uring_get_events(&uring_of(r)->ring);
+    if (!harvest(r))
+        usleep(500);
+    return 0;
+}
+
+static int uring_wait(struct azc_reactor *r, int64_t timeout_ns) {
+    struct uring *u = uring_of(r);
+    uint64_t deadline = timeout_ns > 0 ? now_ns() + (uint64_t)timeout_ns : 0;
+    for (int round = 0;; round++) {
+        flush(r);
+        int64_t ns = timeout_ns;
+        if (u->orphans) {
+            reap_orphans(r);
+            if (ns < 0 || ns > ORPHAN_POLL_NS)
+                ns = ORPHAN_POLL_NS;
+        }
+        if (anything(r))
+            ns = 0;
+        int rc = 0;
+        if (ns)
+            rc = enter_wait(r, ns);
+        else if (io_uring_sq_ready(&u->ring) ||
+                 sq_flags(u) & (IORING_SQ_TASKRUN | IORING_SQ_CQ_OVERFLOW))
+            rc = enter_now(r);
+        harvest(r);
+        if (rc == -EAGAIN || rc == -EBUSY)
+            rc = relieve(r);
+        if (anything(r) || rc == -EINTR)
+            return rc == -EINTR ? rc : 0;
+        if (rc < 0 && rc != -ETIME)
+            return rc;
+        if (!timeout_ns) {
+            if (!r->dirty || round >= 4)
+                return 0; /* Python has work: the rest of a long send goes on next turn */
+        } else if (timeout_ns > 0) {
+            uint64_t now = now_ns();
+            if (now >= deadline)
+                return 0;
+            timeout_ns = (int64_t)(deadline - now);
+        }
+    }
+}
+
+static bool any_sendable(struct azc_reactor *r) {
+    for (struct conn *c = r->dirty; c; c = c->dirty_next)
+        if (sendq_ready(c))
+            return true;
+    return false;
+}
+
+/* The end of a run: what is queued goes out as far as the sockets take it, then all but notifications
+ * is cancelled and harvested; the rest of each queue is exact and waits for the next run. */
+static int uring_detach(struct azc_reactor *r) {
+    struct uring *u = uring_of(r);
+    if (!u || u->tid != gettid())
+        return 0;
+    for (int i = 0; i < 1000 && (i == 0 || any_sendable(r)); i++) {
+        flush(r);
+        if (io_uring_sq_ready(&u->ring) || i == 0)
+            enter_now(r);
+        harvest(r);
+    }
+    u->no_send = true;
+    for (int i = 0; i < 1000 && u->inflight; i++) {
+        if (i % 8 == 0) {
+            struct io_uring_sqe *sqe = get_sqe(r);
+            if (sqe) {
+                io_uring_prep_cancel64(sqe, 0, IORING_ASYNC_CANCEL_ANY | IORING_ASYNC_CANCEL_ALL);
+                set_ud(sqe, UD_CANCEL, 0);
+            }
+        }
+        if (i < 4)
+            enter_now(r);
+        else
+            enter_wait(r, 1000000);
+        harvest(r);
+    }
+    enter_now(r);
+    harvest(r);
+    return u->inflight ? -EBUSY : 0;
+}
+
+static int uring_quiesce(struct conn *c) {
+    struct azc_reactor *r = c->r;
+    struct uring *u = uring_of(r);
+    if (!u || (!c->armed && !c->rq))
+        return 0;
+    if (u->tid != gettid())
+        return -EXDEV; /* cannot happen while detach did its work; never close blindly */
+    for (int i = 0; i < 1000 && (c->armed || c->rq); i++) {
+        if (c->armed && (!c->cancelling || i % 8 == 7))
+            c->cancelling = cancel(r, UD_CONN, c->pub.token);
+        if (c->rq && (!c->cancel_rq_sent || i % 8 == 7))
+            c->cancel_rq_sent = cancel(r, UD_REQ, c->rq->slot.token);
+        if (i < 4)
+            enter_now(r);
+        else
+            enter_wait(r, 1000000);
+        harvest(r);
+    }
+    return c->armed || c->rq ? -EBUSY : 0;
+}
+
+static int uring_drain(struct azc_reactor *r, int64_t timeout_ns) {
+    uint64_t deadline = now_ns() + (uint64_t)(timeout_ns > 0 ? timeout_ns : 0);
+    struct uring *u = uring_of(r);
+    bool mine = u->tid == gettid();
+    if (!mine) {
+        int rc = uring_attach(r); /* a ring of our own, to wait in; the old one's debts are orphans */
+        if (rc < 0)
+            return rc;
+        u = uring_of(r);
+    }
+    while (r->stats.notifications_outstanding) {
+        uint64_t now = now_ns();
+        if (u->orphans)
+            reap_orphans(r);
+        int64_t left = now < deadline ? (int64_t)(deadline - now) : 0;
+        enter_wait(r, left > ORPHAN_POLL_NS ? ORPHAN_POLL_NS : left);
+        harvest(r);
+        if (!left)
+            break;
+    }
+    return 0;
+}
+
+const struct backend uring_backend = {
+    .attach = uring_attach,
+    .wait = uring_wait,
+    .detach = uring_detach,
+    .quiesce = uring_quiesce,
+    .drain = uring_drain,
+    .recycle = uring_recycle,
+    .destroy = uring_destroy,
+};

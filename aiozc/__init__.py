@@ -1,0 +1,43 @@
+"""aiozc: an asyncio event loop on io_uring whose transports send zero-copy.
+
+Public names only; every one is documented where it is defined. Linux, CPython 3.11 or newer.
+"""
+
+import sys as _sys
+
+if not _sys.platform.startswith("linux"):
+    raise ImportError("aiozc needs Linux (io_uring or epoll); on other systems use asyncio's own loop")
+
+from ._version import __version__
+from .buffers import Frozen, frozen
+from .capabilities import Capabilities, capabilities
+from .loop import EventLoop, new_event_loop, run
+from .operation import Operation, OperationState, Result
+from .policy import EventLoopPolicy, install
+from .settings import Settings
+from .stats import ZcStats
+from .streams import StreamWriter, open_connection, start_server
+from .transports.stream import StreamTransport, ZeroCopyInfo
+
+__all__ = [
+    "Capabilities",
+    "EventLoop",
+    "EventLoopPolicy",
+    "Frozen",
+    "Operation",
+    "OperationState",
+    "Result",
+    "Settings",
+    "StreamTransport",
+    "StreamWriter",
+    "ZcStats",
+    "ZeroCopyInfo",
+    "__version__",
+    "capabilities",
+    "frozen",
+    "install",
+    "new_event_loop",
+    "open_connection",
+    "run",
+    "start_server",
+]

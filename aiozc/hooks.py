@@ -1,0 +1,61 @@
+"""Every private part of asyncio that aiozc relies on, in one place. tests/test_hooks.py holds each
+against the running Python.
+
+    what                                        why
+    asyncio.StreamWriter.zc_*                   added methods, so a plain start_server's writer has them
+    Server._attach / _detach                    take the transport from 3.13 on
+    sslproto.SSLProtocol, _SSLProtocolTransport TLS runs over our transport; zc_* on it copies
+    base_events._set_nodelay                    asyncio's rule for Nagle
+    constants.*                                 retry delays and log thresholds, TLS timeouts
+    transports._FlowControlMixin                high and low water, pause and resume
+
+On the loop (loop.py overrides): _make_socket_transport, _make_ssl_transport, _start_serving,
+_stop_serving, _process_events, _transports, _ready. On transports (transports/stream.py provides): _sock,
+_sock_fd, _make_empty_waiter, _reset_empty_waiter, _force_close, _start_tls_compatible,
+_sendfile_compatible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from asyncio import base_events, constants, sslproto
+from asyncio.transports import _FlowControlMixin  # type: ignore[attr-defined]
+from typing import Any
+
+__all__ = ["FlowControlMixin", "attach", "constants", "detach", "patch_stream_writer", "set_nodelay"]
+
+FlowControlMixin: Any = _FlowControlMixin
+set_nodelay: Any = base_events._set_nodelay  # type: ignore[attr-defined]
+SSLProtocol: Any = sslproto.SSLProtocol
+SSLProtocolTransport: Any = sslproto._SSLProtocolTransport
+
+_ATTACH_TAKES_TRANSPORT = (
+    len(inspect.signature(base_events.Server._attach).parameters) > 1  # type: ignore[attr-defined]
+)
+
+
+def attach(server: Any, transport: Any) -> None:
+    if _ATTACH_TAKES_TRANSPORT:
+        server._attach(transport)
+    else:
+        server._attach()
+
+
+def detach(server: Any, transport: Any) -> None:
+    if _ATTACH_TAKES_TRANSPORT:
+        server._detach(transport)
+    else:
+        server._detach()
+
+
+def patch_stream_writer() -> None:
+    """Add zc_send, zc_submit and zc_drain to asyncio.StreamWriter. Idempotent; additions only.
+
+    On a writer of another loop they raise RuntimeError with the remedy.
+    """
+    from . import streams
+
+    for name in ("zc_send", "zc_submit", "zc_drain"):
+        if name not in vars(asyncio.StreamWriter):
+            setattr(asyncio.StreamWriter, name, getattr(streams, name))

@@ -1,0 +1,197 @@
+"""The event loop: asyncio's own unix loop with the reactor in place of its selector.
+
+Owns: the life of the reactor, and which transport a socket gets. Everything that is not a stream
+socket (pipes, signals, subprocesses, add_reader, executors, datagrams) is asyncio's own code, which sees
+a selector. Events of the reactor run as one handle behind those that are already ready.
+Never: per-packet work; that is reactor.py, transports/ and the native side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import warnings
+from asyncio import events
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from . import hooks
+from .capabilities import choose
+from .reactor import Reactor, ReactorSelector
+from .settings import Settings
+from .stats import ZcStats
+from .transports.listener import Listener
+from .transports.stream import StreamTransport
+
+_T = TypeVar("_T")
+
+
+class _Dispatch(events.Handle):
+    """The one handle by which a turn's events run. asyncio sees an ordinary, never cancelled one."""
+
+    __slots__ = ()
+
+    def _run(self) -> None:
+        self._callback()  # type: ignore[attr-defined]
+
+
+class EventLoop(asyncio.SelectorEventLoop):
+    """An asyncio event loop whose stream transports can send zero-copy. Keywords: see Settings."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = Settings(**settings)
+        can = choose(self._settings.backend, self._settings.zerocopy)
+        self._reactor = Reactor(self, can, self._settings)
+        self._listeners: dict[int, Listener] = {}
+        self._ssock: socket.socket | None = None
+        super().__init__(ReactorSelector(self._reactor, self._is_wakeup))
+        self._dispatch = _Dispatch(self._reactor.dispatch, (), self, None)
+        hooks.patch_stream_writer()
+
+    def _is_wakeup(self, fd: int) -> bool:
+        return self._ssock is not None and fd == self._ssock.fileno()
+
+    # -- running --
+
+    def run_forever(self) -> None:
+        self._check_closed()  # type: ignore[attr-defined]
+        self._check_running()  # type: ignore[attr-defined]
+        self._reactor.attach()
+        try:
+            super().run_forever()
+        finally:
+            self._reactor.detach()
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        if event_list:
+            super()._process_events(event_list)  # type: ignore[misc]
+        if self._reactor.has_events:
+            self._ready.append(self._dispatch)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """As asyncio's; also waits, at most `zc_close_timeout` seconds, for the kernel to release memory.
+
+        What it has not released by then is kept for the life of the process, with a ResourceWarning:
+        the peer still gets the right bytes.
+        """
+        if self.is_running():
+            raise RuntimeError("Cannot close a running event loop")
+        if self.is_closed():
+            return
+        for listener in list(self._listeners.values()):
+            listener.close()
+        pinned = self.zc_stats().pinned_bytes
+        left = self._reactor.close()
+        super().close()
+        if left:
+            pinned = self.zc_stats().pinned_bytes
+            warnings.warn(
+                f"{self!r} was closed while the kernel still read {pinned} bytes of {left} zero-copy "
+                "requests; their memory is kept for the life of the process. Await op.released, or "
+                "end the connections with transport.zc_reset(), before the loop is closed",
+                ResourceWarning,
+                source=self,
+                stacklevel=2,
+            )
+
+    # -- transports --
+
+    def _make_socket_transport(
+        self,
+        sock: socket.socket,
+        protocol: asyncio.BaseProtocol,
+        waiter: asyncio.Future[Any] | None = None,
+        *,
+        extra: dict[str, Any] | None = None,
+        server: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        self._ensure_fd_no_transport(sock)  # type: ignore[attr-defined]
+        if sock.type != socket.SOCK_STREAM:
+            # SOCK_SEQPACKET and the like: boundaries that a gathering queue would not keep.
+            return super()._make_socket_transport(  # type: ignore[misc]
+                sock, protocol, waiter, extra=extra, server=server, **kwargs
+            )
+        return StreamTransport(self, sock, protocol, waiter, extra, server)
+
+    def _make_ssl_transport(
+        self,
+        rawsock: socket.socket,
+        protocol: asyncio.BaseProtocol,
+        sslcontext: Any,
+        waiter: asyncio.Future[Any] | None = None,
+        *,
+        server_side: bool = False,
+        server_hostname: str | None = None,
+        extra: dict[str, Any] | None = None,
+        server: Any = None,
+        ssl_handshake_timeout: float | None = hooks.constants.SSL_HANDSHAKE_TIMEOUT,
+        ssl_shutdown_timeout: float | None = hooks.constants.SSL_SHUTDOWN_TIMEOUT,
+        **kwargs: Any,
+    ) -> Any:
+        self._ensure_fd_no_transport(rawsock)  # type: ignore[attr-defined]
+        tls = hooks.SSLProtocol(
+            self,
+            protocol,
+            sslcontext,
+            waiter,
+            server_side,
+            server_hostname,
+            ssl_handshake_timeout=ssl_handshake_timeout,
+            ssl_shutdown_timeout=ssl_shutdown_timeout,
+        )
+        StreamTransport(self, rawsock, tls, None, extra, server)
+        return tls._app_transport
+
+    # -- serving --
+
+    def _start_serving(
+        self,
+        protocol_factory: Callable[[], Any],
+        sock: socket.socket,
+        sslcontext: Any = None,
+        server: Any = None,
+        backlog: int = 100,
+        ssl_handshake_timeout: float | None = hooks.constants.SSL_HANDSHAKE_TIMEOUT,
+        ssl_shutdown_timeout: float | None = hooks.constants.SSL_SHUTDOWN_TIMEOUT,
+    ) -> None:
+        self._check_closed()  # type: ignore[attr-defined]
+        args = (sslcontext, server, backlog, ssl_handshake_timeout, ssl_shutdown_timeout)
+        if sock.type != socket.SOCK_STREAM:
+            super()._start_serving(protocol_factory, sock, *args)  # type: ignore[misc]
+            return
+        listener = Listener(self, protocol_factory, sock, args)
+        self._listeners[sock.fileno()] = listener
+        listener.start()
+
+    def _stop_serving(self, sock: socket.socket) -> None:
+        listener = self._listeners.get(sock.fileno())
+        if listener is None:
+            super()._stop_serving(sock)  # type: ignore[misc]
+        else:
+            listener.close()
+            sock.close()
+
+    # -- zero-copy --
+
+    def zc_stats(self) -> ZcStats:
+        """The loop's counters, and its levels now."""
+        return self._reactor.zc_stats()
+
+    def zc_fault(self, name: str, every: int) -> None:
+        """For tests: let every n-th request of a kind meet a fault; 0 switches it off.
+
+        "zc_enomem": a zero-copy request is treated as if the kernel had answered ENOMEM.
+        """
+        self._reactor.fault(name, every)
+
+
+def new_event_loop(**settings: Any) -> EventLoop:
+    """A new loop; a `loop_factory` for asyncio.Runner and asyncio.run. Keywords: see Settings."""
+    return EventLoop(**settings)
+
+
+def run(main: Coroutine[Any, Any, _T], *, debug: bool | None = None, **settings: Any) -> _T:
+    """Like asyncio.run, on a loop of aiozc."""
+    with asyncio.Runner(debug=debug, loop_factory=lambda: new_event_loop(**settings)) as runner:
+        return runner.run(main)

@@ -1,0 +1,252 @@
+"""One zero-copy operation: its state, and what can be awaited of it.
+
+State table (the transitions happen in _native/optable.c; this file only reads them):
+
+    state      entered when                            sent        released
+    QUEUED     admitted to the transport's queue       pending     pending
+    ISSUED     (part of) it is in a request            pending     pending
+    SENT       last byte accepted                      resolved    pending
+    RELEASED   last notification of every attempt      resolved    resolved
+    WITHDRAWN  `withdraw()` while untouched            cancelled   resolved
+    FAILED     error, or transport lost                raises      raises, once the pages are free
+
+Owns: the waiters, and with them the export locks of the buffers until release. Made by the transports,
+resolved by reactor.py on the loop's thread, never by a user.
+Never: gives a lock back before the native side says released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import os
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ._reactor_c import lib
+
+if TYPE_CHECKING:
+    from .reactor import Reactor
+
+
+class OperationState(enum.IntEnum):
+    """See the table at the head of this module."""
+
+    QUEUED = lib.AZC_QUEUED
+    ISSUED = lib.AZC_ISSUED
+    SENT = lib.AZC_SENT
+    RELEASED = lib.AZC_RELEASED
+    WITHDRAWN = lib.AZC_WITHDRAWN
+    FAILED = lib.AZC_FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of an operation.
+
+    nbytes: bytes that the kernel accepted. path: "zero-copy", "copied", "mixed", or "unknown" where the
+    kernel's report cannot be trusted (it lies for stacked requests). Not proof of delivery.
+    """
+
+    nbytes: int
+    path: str
+
+
+def path_name(bits: int) -> str:
+    """AZC_PATH_* bits in words."""
+    if bits == lib.AZC_PATH_ZC:
+        return "zero-copy"
+    if bits == lib.AZC_PATH_COPIED:
+        return "copied"
+    if bits == lib.AZC_PATH_ZC | lib.AZC_PATH_COPIED:
+        return "mixed"
+    return "unknown"
+
+
+class Stage:
+    """`op.sent` or `op.released`: any number of tasks may await it; cancelling one touches no other."""
+
+    __slots__ = ("_is_sent", "_op")
+
+    def __init__(self, op: Operation, is_sent: bool) -> None:
+        self._op = op
+        self._is_sent = is_sent
+
+    def done(self) -> bool:
+        """Whether awaiting it would not wait."""
+        return self._op._sent_done() if self._is_sent else self._op._free
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        op = self._op
+        while not self.done():
+            waiter = op._loop.create_future()
+            if self._is_sent:
+                op._want_sent()
+            op._waiters.append((self._is_sent, waiter))
+            yield from waiter
+        return op._outcome(self._is_sent)
+
+    def __repr__(self) -> str:
+        name = "sent" if self._is_sent else "released"
+        return f"<{name} of {self._op!r}: {'done' if self.done() else 'pending'}>"
+
+
+class Operation:
+    """A submitted buffer, or list of buffers, on its way.
+
+    nbytes: bytes submitted. Awaiting the operation is awaiting `released`. Cancelling an await never
+    cuts the stream and never withdraws. The memory must not be changed before `released`.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_conn",
+        "_error",
+        "_free",
+        "_keep",
+        "_loop",
+        "_native",
+        "_path",
+        "_reactor",
+        "_sent_bytes",
+        "_state",
+        "_waiters",
+        "nbytes",
+    )
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        reactor: Reactor | None,
+        conn: Any,
+        native: Any,
+        keep: Any,
+    ) -> None:
+        self._loop = loop
+        self._reactor = reactor
+        self._conn = conn  # azc_conn *, valid while the operation is QUEUED
+        self._native = native  # azc_op *, valid until the event that ends it was handled
+        self._keep = keep
+        self._waiters: list[tuple[bool, asyncio.Future[None]]] = []
+        self._state = OperationState.QUEUED  # read only once the native side is gone
+        self._free = False  # the kernel reads the memory no more
+        self._error = 0
+        self._path = 0
+        self._sent_bytes = 0
+        self.nbytes: int = native.nbytes if native is not None else 0
+
+    @classmethod
+    def finished(cls, loop: asyncio.AbstractEventLoop, nbytes: int = 0, path: int = 0) -> Operation:
+        """An operation that needs no kernel: of no bytes."""
+        op = cls(loop, None, None, None, None)
+        op.nbytes = op._sent_bytes = nbytes
+        op._path = path
+        op._state = OperationState.RELEASED
+        op._free = True
+        return op
+
+    @classmethod
+    def copied(cls, loop: asyncio.AbstractEventLoop, nbytes: int) -> Operation:
+        """An operation whose bytes were copied before the call returned; `_settle` ends it."""
+        op = cls(loop, None, None, None, None)
+        op.nbytes = nbytes
+        op._path = lib.AZC_PATH_COPIED
+        return op
+
+    def _settle(self, error: int) -> None:
+        """The copies were accepted by the kernel, or will never be (an errno)."""
+        self._sent_bytes = 0 if error else self.nbytes
+        self._error = error
+        self._state = OperationState.FAILED if error else OperationState.RELEASED
+        self._free = True
+        self._wake(sent_only=False)
+
+    @property
+    def state(self) -> OperationState:
+        return self._state if self._native is None else OperationState(self._native.state)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that the kernel accepted so far; stays readable after a failure."""
+        return self._sent_bytes if self._native is None else int(self._native.sent)
+
+    @property
+    def sent(self) -> Stage:
+        """Awaitable: the kernel accepted every byte. Raises the OSError that ended the transport."""
+        return Stage(self, True)
+
+    @property
+    def released(self) -> Stage:
+        """Awaitable: the kernel reads the memory no more. Raises like `sent`, once that is true."""
+        return Stage(self, False)
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        return self.released.__await__()
+
+    def withdraw(self) -> bool:
+        """Take it out of the queue. True only if no byte of it was issued; nothing of it is sent then."""
+        if self._native is None or self._reactor is None:
+            return False
+        if self._native.state != lib.AZC_QUEUED:
+            return False
+        return self._reactor.withdraw(self)
+
+    def __repr__(self) -> str:
+        return f"<aiozc.Operation {self.state.name} {self.bytes_sent}/{self.nbytes} bytes>"
+
+    # -- for Stage --
+
+    def _sent_done(self) -> bool:
+        return self.state >= OperationState.SENT
+
+    def _want_sent(self) -> None:
+        if self._native is not None:
+            self._native.want_sent = 1
+
+    def _outcome(self, of_sent: bool) -> Result:
+        state = self.state
+        if state is OperationState.WITHDRAWN and of_sent:
+            raise asyncio.CancelledError("the operation was withdrawn")
+        error = self._error if self._native is None else -int(self._native.error)
+        if error:
+            raise OSError(error, f"{os.strerror(error)} (after {self.bytes_sent} bytes)")
+        path = self._path if self._native is None else int(self._native.path)
+        return Result(self.bytes_sent, path_name(path))
+
+    # -- for the reactor --
+
+    def _on_sent(self) -> None:
+        """The last byte was accepted, or sending failed with the memory still pinned."""
+        self._wake(sent_only=True)
+
+    def _part_from_native(self) -> None:
+        """Take over what the native side knows, for its slot goes to somebody else."""
+        native = self._native
+        self._sent_bytes = int(native.sent)
+        self._error = -int(native.error)
+        self._path = int(native.path)
+        self._state = OperationState(native.state)
+        self._native = self._reactor = self._conn = None
+
+    def _finish(self, state: OperationState | None = None) -> None:
+        """The memory is free: give the locks back."""
+        self._part_from_native()
+        if state is not None:
+            self._state = state
+        self._free = True
+        self._keep = None
+        self._wake(sent_only=False)
+
+    def _orphan(self) -> None:
+        """The loop is gone and the kernel still reads: the locks are kept, for good."""
+        self._part_from_native()
+        self._waiters.clear()
+
+    def _wake(self, sent_only: bool) -> None:
+        waiters, self._waiters = self._waiters, []
+        for is_sent, waiter in waiters:
+            if sent_only and not is_sent:
+                self._waiters.append((is_sent, waiter))
+            elif not waiter.done():
+                waiter.set_result(None)

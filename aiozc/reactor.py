@@ -1,0 +1,352 @@
+"""Owns the native reactor and everything that its events refer to; hands the events out.
+
+Made by loop.py, one a loop. `select` is the loop's selector call, `dispatch` runs as one handle behind the
+handles that are already ready, as asyncio's own reader callbacks do. A batch of events is an iterator that
+survives any exception: what SystemExit from one callback left in it, the next run goes on with.
+
+`held` keeps every buffer that the native side may still hand to the kernel, by token. The dictionary has
+one C reference more than Python knows of, given back only when it is empty at close: so neither a
+dropped loop, nor garbage collection, nor the interpreter's teardown frees such memory.
+
+Never: called from another thread than the one that runs the loop.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import socket
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from . import stats
+from ._reactor_c import ffi, lib
+from .operation import Operation, OperationState
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from .capabilities import Capabilities
+    from .settings import Settings
+
+_EVENT = struct.Struct("=QiHH")
+_RECV: int = lib.AZC_EV_RECV
+_ACCEPT: int = lib.AZC_EV_ACCEPT
+_WRITE: int = lib.AZC_EV_WRITE
+_SENT: int = lib.AZC_EV_SENT
+_EVENTS: int = lib.AZC_FIRED_EVENTS
+_POLL: int = lib.AZC_FIRED_POLL
+_WAKE: int = lib.AZC_FIRED_WAKE
+_RELEASED: int = lib.AZC_FIRED_RELEASED
+_MAX_SELECT = 24 * 3600.0
+_wait = lib.azc_wait
+
+_incref = ctypes.pythonapi.Py_IncRef
+_decref = ctypes.pythonapi.Py_DecRef
+_incref.argtypes = _decref.argtypes = [ctypes.py_object]
+_incref.restype = _decref.restype = None
+
+
+def _check(rc: int, what: str) -> int:
+    if rc < 0:
+        raise OSError(-rc, f"{what}: {os.strerror(-rc)}")
+    return rc
+
+
+class Reactor:
+    """See the module. `conns` maps a connection's token to its transport or listener."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, can: Capabilities, cfg: Settings) -> None:
+        from .capabilities import default_caps
+
+        transport_cap, loop_cap = default_caps()
+        native = ffi.new("azc_config *")
+        native.backend = lib.AZC_URING if can.backend == "uring" else lib.AZC_EPOLL
+        native.zerocopy = can.zerocopy
+        native.sq_entries = cfg.ring_entries
+        native.cq_entries = cfg.cq_entries
+        native.max_request = cfg.max_request
+        native.zc_threshold = cfg.zc_threshold
+        native.zc_loop_cap = loop_cap if cfg.zc_loop_cap is None else cfg.zc_loop_cap
+        native.zc_transport_cap = (
+            transport_cap if cfg.zc_transport_cap is None else cfg.zc_transport_cap
+        )
+        error = ffi.new("int *")
+        self.native: Any = lib.azc_open(native, error)
+        _check(error[0] if self.native == ffi.NULL else 0, "aiozc: cannot make a reactor")
+        self.loop = loop
+        self.backend = can.backend
+        self.settings = cfg
+        self.capabilities = can
+        self.conns: dict[int, Any] = {}
+        self.held: dict[int, Any] = {}
+        _incref(self.held)
+        self._batch: Iterator[tuple[int, int, int, int]] | None = None
+        self._events = memoryview(
+            ffi.buffer(lib.azc_events(self.native), lib.AZC_EVENTS * _EVENT.size)
+        )
+        size, stride = ffi.new("size_t *"), ffi.new("size_t *")
+        memory = lib.azc_recv_memory(self.native, size, stride)
+        self.memory = memoryview(ffi.buffer(memory, size[0]))
+        self.stride: int = stride[0]
+        self._stats = lib.azc_stats_of(self.native)
+        self._tokens = ffi.new("uint64_t[512]")
+
+    # -- runs --
+
+    def attach(self) -> None:
+        """A run begins in this thread."""
+        _check(lib.azc_attach(self.native), "aiozc: cannot start the reactor")
+
+    def detach(self) -> None:
+        """The run ends: queued bytes go out as far as the sockets take them; then the kernel holds
+        nothing of ours but memory that waits for its notification."""
+        _check(lib.azc_detach(self.native), "aiozc: requests did not end")
+
+    def wait(self, timeout: float | None) -> int:
+        """One turn. AZC_FIRED_* bits; a batch of events, if any, waits for `dispatch`."""
+        if self._batch is not None:
+            return 0
+        if timeout is None:
+            rc = _wait(self.native, -1)
+        elif timeout <= 0:
+            rc = _wait(self.native, 0)
+        else:
+            rc = _wait(self.native, int(min(timeout, _MAX_SELECT) * 1e9) + 1)
+        return self._take(rc)
+
+    def _take(self, rc: int) -> int:
+        if rc < 0:
+            if rc != -4:  # EINTR: Python runs its signal handlers when this call returns
+                _check(rc, "aiozc: waiting failed")
+            return 0
+        if rc & _RELEASED:
+            self._drop_released()
+        n = rc & _EVENTS
+        if n:
+            self._batch = _EVENT.iter_unpack(self._events[: n * _EVENT.size])
+        return rc
+
+    def _drop_released(self) -> None:
+        tokens, held = self._tokens, self.held
+        while n := lib.azc_take_released(self.native, tokens, 512):
+            for token in ffi.unpack(tokens, n):
+                held.pop(token, None)
+
+    @property
+    def has_events(self) -> bool:
+        return self._batch is not None
+
+    def dispatch(self) -> None:
+        """Run the callbacks of the batch. Only SystemExit and KeyboardInterrupt leave it."""
+        batch = self._batch
+        if batch is None:
+            return
+        conns, memory, stride = self.conns, self.memory, self.stride
+        for token, res, kind, arg in batch:
+            if kind == _RECV:
+                transport = conns.get(token)
+                if transport is None:
+                    continue
+                if res > 0 and transport._fast:
+                    start = arg * stride
+                    try:
+                        transport._run(
+                            transport._protocol.data_received, bytes(memory[start : start + res])
+                        )
+                    except (SystemExit, KeyboardInterrupt):
+                        raise
+                    except BaseException as exc:
+                        transport._fatal_error(
+                            exc, "Fatal error: protocol.data_received() call failed."
+                        )
+                else:
+                    transport._on_recv(res, arg * stride)
+            elif kind == _WRITE:
+                transport = conns.get(token)
+                if transport is not None:
+                    transport._on_write(res, arg)
+            elif kind == _ACCEPT:
+                listener = conns.get(token)
+                if listener is not None:
+                    listener._on_accept(res)
+                elif res >= 0:
+                    os.close(res)
+            elif kind == _SENT:
+                op = self.held.get(token)
+                if op is not None:
+                    op._on_sent()
+            else:
+                op = self.held.pop(token, None)
+                if op is not None:
+                    op._finish()
+        self._batch = None
+
+    # -- connections and operations --
+
+    def open(self, fd: int, kind: int, owner: Any) -> Any:
+        conn = lib.azc_conn_open(self.native, fd, kind)
+        if conn == ffi.NULL:
+            raise MemoryError("aiozc: no memory for a connection")
+        self.conns[conn.token] = owner
+        return conn
+
+    def close_conn(self, conn: Any, error: int) -> None:
+        """Afterwards the descriptor may be closed; `conn` must not be used."""
+        if self.native is None:
+            return
+        self.conns.pop(conn.token, None)
+        _check(lib.azc_conn_close(conn, -error), "aiozc: a request did not end")
+
+    def admit(self, conn: Any, native: Any, keep: Any) -> Operation:
+        """The Operation for a native one that was just queued."""
+        if native == ffi.NULL:
+            raise MemoryError("aiozc: no memory for an operation; nothing was queued")
+        op = Operation(self.loop, self, conn, native, keep)
+        self.held[native.token] = op
+        return op
+
+    def withdraw(self, op: Operation) -> bool:
+        """Take a QUEUED operation out of its queue; False if a byte of it was issued."""
+        native, token = op._native, op._native.token
+        if not lib.azc_withdraw(op._conn, native):
+            return False
+        self.held.pop(token, None)
+        op._finish(OperationState.WITHDRAWN)
+        return True
+
+    def zc_stats(self) -> stats.ZcStats:
+        return stats.read(self._stats, self.backend)
+
+    def fault(self, name: str, every: int) -> None:
+        kinds = {"zc_enomem": lib.AZC_FAULT_ZC_ENOMEM}
+        if name not in kinds:
+            raise ValueError(f"no fault {name!r}; there are {', '.join(kinds)}")
+        lib.azc_fault(self.native, kinds[name], every)
+
+    def close(self) -> int:
+        """Wait for the kernel to give memory back; the number of requests that it did not.
+
+        What it still reads stays held for the life of the process, by the extra reference."""
+        if self.native is None:
+            return 0
+        for op in self.held.values():
+            if type(op) is Operation:
+                op._waiters.clear()  # nobody can be waiting: the loop does not run any more
+        lib.azc_drain(self.native, int(self.settings.zc_close_timeout * 1e9))
+        self.conns.clear()
+        while True:
+            self.dispatch()
+            self._take(lib.azc_take_events(self.native))
+            if self._batch is None:
+                break
+        self._stats = ffi.new("azc_stats *", self._stats[0])
+        for op in self.held.values():
+            if type(op) is Operation and op._native is not None:
+                op._orphan()
+        left = int(lib.azc_close(self.native))
+        self.native = None
+        self._events.release()
+        self.memory.release()
+        if not left:
+            self.held.clear()
+            _decref(self.held)
+        return left
+
+
+class ReactorSelector(selectors.BaseSelector):
+    """The selector that asyncio's loop calls: the reactor, with a real epoll set beside it.
+
+    The set is for add_reader and add_writer, exactly as asyncio has it; its descriptor is polled
+    by the reactor while anything is in it. The loop's wake-up descriptor is polled directly.
+    """
+
+    def __init__(self, reactor: Reactor, is_wakeup: Callable[[Any], bool]) -> None:
+        self._reactor = reactor
+        self._is_wakeup = is_wakeup
+        self._fds = selectors.EpollSelector()
+        self._poll = reactor.open(self._fds.fileno(), lib.AZC_POLL, None)
+        self._polling = False
+        self._wake: selectors.SelectorKey | None = None
+        self._wake_conn: Any = None
+
+    def register(
+        self, fileobj: Any, events: int, data: Any = None
+    ) -> selectors.SelectorKey:
+        if self._wake is None and self._is_wakeup(fileobj):
+            self._wake = selectors.SelectorKey(fileobj, fileobj, events, data)
+            self._wake_conn = self._reactor.open(fileobj, lib.AZC_WAKE, None)
+            lib.azc_conn_start(self._wake_conn)
+            return self._wake
+        key = self._fds.register(fileobj, events, data)
+        self._watch()
+        return key
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        if self._wake is not None and fileobj == self._wake.fileobj:
+            key, self._wake = self._wake, None
+            self._reactor.close_conn(self._wake_conn, 0)
+            self._wake_conn = None
+            return key
+        key = self._fds.unregister(fileobj)
+        self._watch()
+        return key
+
+    def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        if self._wake is not None and fileobj == self._wake.fileobj:
+            self._wake = selectors.SelectorKey(self._wake.fileobj, self._wake.fd, events, data)
+            return self._wake
+        return self._fds.modify(fileobj, events, data)
+
+    def _watch(self) -> None:
+        wanted = bool(self._fds.get_map())
+        if wanted != self._polling and self._reactor.native is not None:
+            self._polling = wanted
+            (lib.azc_conn_start if wanted else lib.azc_conn_stop)(self._poll)
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        fired = self._reactor.wait(timeout)
+        if not fired & (_POLL | _WAKE):
+            return []
+        ready: list[tuple[selectors.SelectorKey, int]] = []
+        if fired & _WAKE and self._wake is not None:
+            ready.append((self._wake, selectors.EVENT_READ))
+        if fired & _POLL:
+            ready += self._fds.select(0)
+        return ready
+
+    def close(self) -> None:
+        self._fds.close()
+
+    def get_key(self, fileobj: Any) -> selectors.SelectorKey:
+        if self._wake is not None and fileobj == self._wake.fileobj:
+            return self._wake
+        return self._fds.get_key(fileobj)
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        return _Map(self._fds.get_map(), self._wake)
+
+
+class _Map(Mapping[Any, selectors.SelectorKey]):
+    """The epoll set's map, and the wake-up descriptor in it."""
+
+    def __init__(
+        self, fds: Mapping[Any, selectors.SelectorKey], wake: selectors.SelectorKey | None
+    ) -> None:
+        self._fds = fds
+        self._wake = wake
+
+    def __getitem__(self, fileobj: Any) -> selectors.SelectorKey:
+        if self._wake is not None and fileobj == self._wake.fileobj:
+            return self._wake
+        return self._fds[fileobj]
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._fds
+        if self._wake is not None:
+            yield self._wake.fileobj
+
+    def __len__(self) -> int:
+        return len(self._fds) + (self._wake is not None)

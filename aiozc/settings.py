@@ -1,0 +1,54 @@
+"""What a loop can be told. Read by loop.py and reactor.py; never changed once a loop has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of one loop; each is also a keyword of `new_event_loop`, `run` and `EventLoop`.
+
+    backend: "uring", "epoll", or None: environment AIOZC_BACKEND, else what the probe finds.
+    zerocopy: "auto", "off", or None: environment AIOZC_ZEROCOPY, else "auto".
+    adaptive: leave zero-copy where a connection's path copies anyway. Kept as a setting; the
+        adaptation itself is not built yet.
+    zc_threshold: bytes of operations in one request from which it goes zero-copy. Smaller requests
+        go by a gathering copy, with the same contract.
+    zc_transport_cap, zc_loop_cap: bytes that one transport, or the loop, may have pinned. Over a
+        cap sends go by copying; nobody waits. None: a share of what may be locked (RLIMIT_MEMLOCK).
+    zc_low_water: `zc_drain` waits until pinned and unsent bytes together are at most this.
+    zc_close_timeout: seconds that `loop.close()` waits for the kernel to release memory. What it has
+        not released then is kept for the life of the process.
+    max_request: bytes that one request gathers at most; bounds what it pins.
+    ring_entries, cq_entries: sizes of the submission and completion queues.
+    """
+
+    backend: str | None = None
+    zerocopy: str | None = None
+    adaptive: bool = True
+    zc_threshold: int = 16384
+    zc_transport_cap: int | None = None
+    zc_loop_cap: int | None = None
+    zc_low_water: int = 256 * 1024
+    zc_close_timeout: float = 1.0
+    max_request: int = 1024 * 1024
+    ring_entries: int = 1024
+    cq_entries: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.backend not in (None, "uring", "epoll"):
+            raise ValueError(f"backend must be 'uring', 'epoll' or None, not {self.backend!r}")
+        if self.zerocopy not in (None, "auto", "off"):
+            raise ValueError(f"zerocopy must be 'auto', 'off' or None, not {self.zerocopy!r}")
+        for name in ("zc_threshold", "zc_transport_cap", "zc_loop_cap", "zc_low_water"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is a number of bytes and cannot be {value}")
+        if self.zc_close_timeout < 0:
+            raise ValueError(f"zc_close_timeout is in seconds, and not {self.zc_close_timeout}")
+        if not 4096 <= self.max_request <= 1 << 30:
+            raise ValueError("max_request must lie between 4 KiB and 1 GiB")
+        for name in ("ring_entries", "cq_entries"):
+            if not 1 <= getattr(self, name) <= 65536:
+                raise ValueError(f"{name} must lie between 1 and 65536")

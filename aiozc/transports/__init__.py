@@ -1,0 +1,1 @@
+"""Transports of aiozc's loop: stream.py (TCP, Unix), listener.py (accepting), tls.py (zc_* over TLS)."""

@@ -1,0 +1,84 @@
+"""A listening socket: accepted descriptors become transports by asyncio's own `_accept_connection2`.
+
+Owns: the native accept of one socket. Made by loop.py's `_start_serving`; closed by `_stop_serving`, before
+the socket is, so that it can be bound again at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from asyncio import trsock
+
+from .. import hooks
+from .._reactor_c import lib
+
+if TYPE_CHECKING:
+    from ..loop import EventLoop
+
+_NO_RESOURCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Listener:
+    __slots__ = ("_args", "_conn", "_factory", "_loop", "_sock", "_timer")
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        factory: Callable[[], Any],
+        sock: socket.socket,
+        args: tuple[Any, ...],
+    ) -> None:
+        self._loop = loop
+        self._factory = factory
+        self._sock = sock
+        self._args = args  # sslcontext, server, backlog, ssl timeouts: as asyncio passes them
+        self._timer: Any = None
+        self._conn: Any = loop._reactor.open(sock.fileno(), lib.AZC_LISTEN, self)
+
+    def start(self) -> None:
+        self._timer = None
+        if self._conn is not None:
+            lib.azc_conn_start(self._conn)
+
+    def close(self) -> None:
+        """Nothing is accepted afterwards. Idempotent; the socket is the caller's to close."""
+        if self._conn is None:
+            return
+        conn, self._conn = self._conn, None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._loop._listeners.pop(self._sock.fileno(), None)
+        self._loop._reactor.close_conn(conn, errno.ECONNABORTED)
+
+    def _on_accept(self, res: int) -> None:
+        if res >= 0:
+            self._accepted(res)
+            return
+        error = OSError(-res, os.strerror(-res))
+        context = {"exception": error, "socket": trsock.TransportSocket(self._sock)}
+        if -res in _NO_RESOURCE:
+            self._loop.call_exception_handler(
+                {"message": "socket.accept() out of system resource", **context}
+            )
+        else:
+            self._loop.call_exception_handler({"message": "socket.accept() failed", **context})
+        self._timer = self._loop.call_later(hooks.constants.ACCEPT_RETRY_DELAY, self.start)
+
+    def _accepted(self, fd: int) -> None:
+        sock = socket.socket(self._sock.family, self._sock.type, self._sock.proto, fileno=fd)
+        extra: dict[str, Any] = {}
+        try:
+            extra["peername"] = sock.getpeername()
+        except OSError:
+            pass  # gone again; its transport will say so
+        sslcontext, server, _backlog, *timeouts = self._args
+        self._loop.create_task(
+            self._loop._accept_connection2(  # type: ignore[attr-defined]
+                self._factory, sock, extra, sslcontext, server, *timeouts
+            )
+        )

@@ -1,0 +1,588 @@
+"""The stream transport, for TCP and Unix sockets: asyncio's behaviour on the native send queue and receive.
+
+Owns: one socket and its native connection, from construction until connection_lost returned. Made by loop.py;
+its `_on_*` methods are called by reactor.py with what the native side tells. The attributes are those
+of asyncio's own selector transport, for asyncio's code (sendfile, start_tls, TLS) reads them.
+
+Receiving: data arrives as events, copied out of the reactor's buffers. While reading is paused, what had
+arrived already waits in `_held`, in order, with end of file (b"") and errors (OSError) in their place.
+`_fast` says that none of this applies, and the reactor calls data_received itself.
+Sending: everything goes through the native queue, in call order. Small writes are copied into it, large
+ones are sent at once, and what the socket does not take is held by reference if nobody can change it
+(exact bytes, read-only views of bytes, aiozc.frozen), or copied.
+
+Never: gives a protocol's buffer to the kernel, or touches the native connection after it was closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextvars
+import errno
+import os
+import socket
+import struct
+import warnings
+from asyncio import futures, trsock
+from asyncio.log import logger
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Union
+
+from .. import hooks
+from .._reactor_c import ffi, lib
+from ..buffers import Frozen, export, immutable
+from ..operation import Operation, path_name
+
+if TYPE_CHECKING:
+    from ..loop import EventLoop
+
+_write = lib.azc_write
+_from_buffer = ffi.from_buffer
+
+Sendable = Union["bytes", "bytearray", "memoryview", Frozen, Sequence[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroCopyInfo:
+    """`transport.get_extra_info("zero_copy")`: what zc_* does on this connection.
+
+    engine: "uring", or "copy" where every send is copied. threshold: bytes of operations in one
+    request from which it goes zero-copy. path: what the kernel's last report that can be trusted said,
+    "zero-copy", "copied", or "unknown" before the first one.
+    """
+
+    engine: str
+    threshold: int
+    adaptive: bool
+    path: str
+
+
+class _Gone:
+    """Stands for the native connection once that is closed: nothing unsent, nothing asked."""
+
+    token = queued_pos = sent_pos = mark = 0
+    unsent = pinned = high = low = zc_low = zc_cap = zc_threshold = notify = 0
+    zc_ok = path = 0
+
+
+class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignore[misc]
+    """asyncio.Transport over a stream socket, with `zc_write`, `zc_reset` and `zc_configure`."""
+
+    _start_tls_compatible = True
+    _sendfile_compatible = hooks.constants._SendfileMode.TRY_NATIVE
+    _sock: socket.socket | None = None
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        sock: socket.socket,
+        protocol: asyncio.BaseProtocol,
+        waiter: asyncio.Future[Any] | None = None,
+        extra: dict[str, Any] | None = None,
+        server: Any = None,
+    ) -> None:
+        self._reactor = loop._reactor
+        self._conn: Any = _Gone()
+        super().__init__(extra, loop)
+        self._extra["socket"] = trsock.TransportSocket(sock)
+        for name, ask in (("sockname", sock.getsockname), ("peername", sock.getpeername)):
+            if name == "peername" and name in self._extra:
+                continue
+            try:
+                self._extra[name] = ask()
+            except OSError:
+                self._extra[name] = None
+        self._sock = sock
+        self._sock_fd = sock.fileno()
+        self._adaptive = loop._settings.adaptive
+        self._server = server
+        self._conn_lost = 0  # as asyncio's: connection_lost is scheduled, or writes after it
+        self._closing = False
+        self._paused = False
+        self._eof = False
+        self._reading = False  # connection_made was called
+        self._fast = False
+        self._held: collections.deque[bytes | OSError] = collections.deque()
+        self._empty_waiter: asyncio.Future[None] | None = None
+        self._zc_waiters: list[asyncio.Future[None]] = []
+        self._marks: collections.deque[tuple[int, Operation]] = collections.deque()
+        self._protocol_connected = False
+        self._protocol: Any = None
+        self._run = contextvars.copy_context().run
+        self._conn = self._reactor.open(self._sock_fd, lib.AZC_STREAM, self)
+        self._conn.zc_low = loop._settings.zc_low_water
+        self._set_write_buffer_limits()
+        self.set_protocol(protocol)
+        if server is not None:
+            hooks.attach(server, self)
+        loop._transports[self._sock_fd] = self  # type: ignore[attr-defined]
+        hooks.set_nodelay(sock)
+        loop.call_soon(protocol.connection_made, self)
+        loop.call_soon(self._start_reading)  # only once connection_made was called
+        if waiter is not None:
+            loop.call_soon(futures._set_result_unless_cancelled, waiter, None)  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        info = [self.__class__.__name__]
+        if self._sock is None:
+            info.append("closed")
+        elif self._closing:
+            info.append("closing")
+        info.append(f"fd={self._sock_fd}")
+        if self._loop is not None and not self._loop.is_closed():
+            info.append(f"read={'polling' if self.is_reading() else 'idle'}")
+            size = self.get_write_buffer_size()
+            info.append(f"write=<{'polling' if size else 'idle'}, bufsize={size}>")
+        return f"<{' '.join(info)}>"
+
+    def __del__(self, _warn: Any = warnings.warn) -> None:
+        if self._sock is not None:
+            _warn(f"unclosed transport {self!r}", ResourceWarning, source=self)
+            self._sock.close()
+
+    # -- protocol and information --
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        """Also while writing is paused: the old protocol is resumed, the new one takes over the pause."""
+        old, self._protocol = self._protocol, protocol
+        self._protocol_connected = True
+        self._buffered = isinstance(protocol, asyncio.BufferedProtocol)
+        if self._protocol_paused and old is not None and old is not protocol:
+            self._call(old.resume_writing, "protocol.resume_writing() failed", old)
+            self._call(protocol.pause_writing, "protocol.pause_writing() failed", protocol)
+        self._review()
+
+    def _call(self, method: Any, message: str, protocol: Any) -> None:
+        try:
+            method()
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as exc:
+            self._loop.call_exception_handler(
+                {"message": message, "exception": exc, "transport": self, "protocol": protocol}
+            )
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        return self._protocol  # type: ignore[no-any-return]
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        if name == "zero_copy":
+            return self._zero_copy_info()
+        return self._extra.get(name, default)
+
+    def _zero_copy_info(self) -> ZeroCopyInfo:
+        conn = self._conn
+        if not conn.zc_ok or isinstance(self._protocol, hooks.SSLProtocol):
+            return ZeroCopyInfo("copy", 0, self._adaptive, "copied")
+        path = path_name(conn.path) if conn.path else "unknown"
+        return ZeroCopyInfo("uring", int(conn.zc_threshold), self._adaptive, path)
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def _review(self) -> None:
+        """After any change of what receiving depends on."""
+        self._fast = not (self._paused or self._closing or self._held or self._buffered)
+
+    # -- receiving --
+
+    def is_reading(self) -> bool:
+        return not self._closing and not self._paused
+
+    def _start_reading(self) -> None:
+        self._reading = True
+        if self.is_reading():
+            lib.azc_conn_start(self._conn)
+
+    def pause_reading(self) -> None:
+        if not self.is_reading():
+            return
+        self._paused = True
+        self._review()
+        lib.azc_conn_stop(self._conn)
+        if self._loop.get_debug():
+            logger.debug("%r pauses reading", self)
+
+    def resume_reading(self) -> None:
+        if self._closing or not self._paused:
+            return
+        self._paused = False
+        if self._held:
+            self._loop.call_soon(self._deliver_held)
+        self._review()
+        if self._reading:
+            lib.azc_conn_start(self._conn)
+        if self._loop.get_debug():
+            logger.debug("%r resumes reading", self)
+
+    def _on_recv(self, res: int, start: int) -> None:
+        """An event that the reactor did not deliver by itself."""
+        if self._conn_lost or self._closing:
+            return
+        view = self._reactor.memory[start : start + res] if res > 0 else None
+        if self._paused or self._held:
+            if view is not None:
+                self._held.append(bytes(view))
+            else:
+                self._held.append(b"" if res == 0 else OSError(-res, os.strerror(-res)))
+        elif view is not None:
+            self._run(self._deliver, view)
+        else:
+            self._run(self._end_of_data, None if res == 0 else OSError(-res, os.strerror(-res)))
+
+    def _deliver_held(self) -> None:
+        while self._held and not self._paused and not self._closing:
+            item = self._held.popleft()
+            if isinstance(item, OSError):
+                self._run(self._end_of_data, item)
+            elif item:
+                self._run(self._deliver, memoryview(item))
+            else:
+                self._run(self._end_of_data, None)
+        self._review()
+
+    def _deliver(self, view: memoryview) -> None:
+        """Hand one piece to the protocol; a BufferedProtocol may take it in several buffers, and
+        pause, close, or be replaced between them."""
+        while view:
+            if self._closing:
+                return
+            if self._paused:
+                self._held.appendleft(bytes(view))
+                return
+            try:
+                if not self._buffered:
+                    name = "data_received"
+                    self._protocol.data_received(bytes(view))
+                    return
+                name = "get_buffer"
+                buffer = self._protocol.get_buffer(-1)
+                room = len(buffer)
+                if not room:
+                    raise RuntimeError("get_buffer() returned an empty buffer")
+                target = memoryview(buffer).cast("B")
+                n = min(target.nbytes, len(view))
+                target[:n] = view[:n]
+                target.release()
+                view = view[n:]
+                name = "buffer_updated"
+                self._protocol.buffer_updated(n)
+            except (SystemExit, KeyboardInterrupt):
+                if view and self._buffered:
+                    self._held.appendleft(bytes(view))
+                    self._loop.call_soon(self._deliver_held)
+                    self._review()
+                raise
+            except BaseException as exc:
+                self._fatal_error(exc, f"Fatal error: protocol.{name}() call failed.")
+                return
+
+    def _end_of_data(self, error: OSError | None) -> None:
+        if error is not None:
+            self._fatal_error(error, "Fatal read error on socket transport")
+            return
+        if self._loop.get_debug():
+            logger.debug("%r received EOF", self)
+        try:
+            keep_open = self._protocol.eof_received()
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as exc:
+            self._fatal_error(exc, "Fatal error: protocol.eof_received() call failed.")
+            return
+        if not keep_open:
+            self.close()
+
+    # -- sending --
+
+    def write(self, data: Any) -> None:
+        if type(data) is bytes:
+            kept: Any = data
+            by_reference = True
+        elif isinstance(data, (bytes, bytearray, memoryview)):
+            kept, by_reference = self._view(data)
+        elif type(data) is Frozen:
+            kept, by_reference = export(data), True
+        else:
+            raise TypeError(
+                f"data argument must be a bytes-like object, not {type(data).__name__!r}"
+            )
+        if self._eof:
+            raise RuntimeError("Cannot call write() after write_eof()")
+        if self._empty_waiter is not None:
+            raise RuntimeError("unable to write; sendfile is in progress")
+        n = len(kept)
+        if not n:
+            return
+        if self._conn_lost:
+            if self._conn_lost >= hooks.constants.LOG_THRESHOLD_FOR_CONNLOST_WRITES:
+                logger.warning("socket.send() raised exception.")
+            self._conn_lost += 1
+            return
+        if _write(self._conn, kept, n, by_reference):
+            self._look(kept)
+
+    @staticmethod
+    def _view(data: bytes | bytearray | memoryview) -> tuple[Any, bool]:
+        """What to hand to the native side, and whether nobody can change it."""
+        if isinstance(data, memoryview):
+            if not data.c_contiguous:
+                return data.tobytes(), True
+            return _from_buffer(data), immutable(data)
+        # A subclass of bytes may have a buffer of its own making only from 3.12 on; it is copied.
+        return _from_buffer(data), False
+
+    def _look(self, kept: Any) -> None:
+        """azc_write has something to say: hold the buffer, or the queue is above high water."""
+        conn = self._conn
+        if (token := conn.ref_token) != 0:
+            self._reactor.held[token] = kept
+        if conn.unsent > self._high_water:
+            self._maybe_pause_protocol()
+        elif not token:
+            raise MemoryError("aiozc: no memory to queue a write")
+
+    def writelines(self, list_of_data: Iterable[Any]) -> None:
+        if self._eof:
+            raise RuntimeError("Cannot call writelines() after write_eof()")
+        if self._empty_waiter is not None:
+            raise RuntimeError("unable to writelines; sendfile is in progress")
+        for data in list_of_data:
+            self.write(data)
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        if self._closing or self._eof:
+            return
+        self._eof = True
+        if self._conn.unsent:
+            self._conn.notify |= lib.AZC_NOTIFY_DRAINED
+        else:
+            self._shutdown()
+
+    def _shutdown(self) -> None:
+        assert self._sock is not None
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError as exc:
+            if exc.errno != errno.ENOTCONN:  # the peer is gone: the receive side tells
+                raise
+
+    def get_write_buffer_size(self) -> int:
+        return int(self._conn.unsent)
+
+    def _set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        super()._set_write_buffer_limits(high=high, low=low)
+        self._conn.high = self._high_water
+        self._conn.low = self._low_water
+
+    def _maybe_pause_protocol(self) -> None:
+        super()._maybe_pause_protocol()
+        if self._protocol_paused:
+            self._conn.notify |= lib.AZC_NOTIFY_LOW
+
+    def _on_write(self, res: int, what: int) -> None:
+        """The native side tells what azc_conn.notify asked for, or that sending is over."""
+        self._run(self._sent_some, res, what)
+
+    def _sent_some(self, res: int, what: int) -> None:
+        if res < 0:
+            error = OSError(-res, os.strerror(-res))
+            self._fatal_error(error, "Fatal write error on socket transport")
+            if self._empty_waiter is not None and not self._empty_waiter.done():
+                self._empty_waiter.set_exception(error)
+            return
+        if self._conn_lost:
+            return
+        if what & lib.AZC_NOTIFY_LOW:
+            self._maybe_resume_protocol()  # which may write again
+            if self._protocol_paused:
+                self._conn.notify |= lib.AZC_NOTIFY_LOW
+        if what & lib.AZC_NOTIFY_ZC_LOW:
+            self._wake_zc_waiters(None)
+        if what & lib.AZC_NOTIFY_MARK:
+            self._pass_marks()
+        if what & lib.AZC_NOTIFY_DRAINED:
+            if self._conn.unsent:
+                self._conn.notify |= lib.AZC_NOTIFY_DRAINED
+                return
+            if self._empty_waiter is not None and not self._empty_waiter.done():
+                self._empty_waiter.set_result(None)
+            if self._closing:
+                self._conn_lost += 1
+                self._call_connection_lost(None)
+            elif self._eof:
+                self._shutdown()
+
+    def _make_empty_waiter(self) -> asyncio.Future[None]:
+        if self._empty_waiter is not None:
+            raise RuntimeError("Empty waiter is already set")
+        self._empty_waiter = self._loop.create_future()
+        if self._conn.unsent:
+            self._conn.notify |= lib.AZC_NOTIFY_DRAINED
+        else:
+            self._empty_waiter.set_result(None)
+        return self._empty_waiter
+
+    def _reset_empty_waiter(self) -> None:
+        self._empty_waiter = None
+
+    # -- zero-copy --
+
+    def zc_write(self, data: Sendable) -> Operation:
+        """Queue a buffer, or a list of buffers, zero-copy. See StreamWriter.zc_submit."""
+        if self._eof:
+            raise RuntimeError("Cannot call zc_write() after write_eof()")
+        if self._closing or self._conn_lost:
+            raise ConnectionResetError(
+                errno.ECONNRESET, "the transport is closing: nothing was queued; open a new connection"
+            )
+        if self._empty_waiter is not None:
+            raise RuntimeError("unable to write; sendfile is in progress")
+        conn, loop = self._conn, self._loop
+        if type(data) is not list and type(data) is not tuple:
+            keep = export(data)
+            if not len(keep):
+                return Operation.finished(loop)
+            native = lib.azc_submit_one(conn, keep, len(keep))
+        else:
+            keep = [export(part) for part in data]
+            parts = ffi.new("azc_iov[]", [(part, len(part)) for part in keep])
+            if not any(part.len for part in parts):
+                return Operation.finished(loop)
+            native = lib.azc_submit(conn, parts, len(keep))
+        op = self._reactor.admit(conn, native, keep)
+        if conn.unsent > self._high_water:
+            self._maybe_pause_protocol()
+        return op
+
+    def zc_configure(
+        self, *, threshold: int | None = None, adaptive: bool | None = None, cap: int | None = None
+    ) -> None:
+        """Change zero-copy settings of this transport: see zc_threshold, adaptive and
+        zc_transport_cap in aiozc.Settings. ValueError: negative."""
+        if (threshold is not None and threshold < 0) or (cap is not None and cap < 0):
+            raise ValueError("threshold and cap are numbers of bytes and cannot be negative")
+        if threshold is not None:
+            self._conn.zc_threshold = threshold
+        if cap is not None:
+            self._conn.zc_cap = cap
+        if adaptive is not None:
+            self._adaptive = adaptive
+
+    def _settle_when_sent(self, op: Operation) -> None:
+        """`op` (made by Operation.copied) ends when everything queued until now was accepted."""
+        self._marks.append((self._conn.queued_pos, op))
+        self._pass_marks()
+
+    def _pass_marks(self) -> None:
+        conn, marks = self._conn, self._marks
+        while marks and marks[0][0] <= conn.sent_pos:
+            marks.popleft()[1]._settle(0)
+        if marks:
+            conn.mark = marks[0][0]
+            conn.notify |= lib.AZC_NOTIFY_MARK
+
+    async def _zc_drain(self) -> None:
+        conn = self._conn
+        if self._conn_lost:
+            raise ConnectionResetError("Connection lost")
+        if conn.unsent + conn.pinned <= conn.zc_low:
+            return
+        waiter = self._loop.create_future()
+        self._zc_waiters.append(waiter)
+        conn.notify |= lib.AZC_NOTIFY_ZC_LOW
+        await waiter
+
+    def _wake_zc_waiters(self, error: BaseException | None) -> None:
+        waiters, self._zc_waiters = self._zc_waiters, []
+        for waiter in waiters:
+            if waiter.done():
+                continue
+            if error is None:
+                waiter.set_result(None)
+            else:
+                waiter.set_exception(error)
+
+    # -- closing --
+
+    def close(self) -> None:
+        """Flushes what is queued, in order, then closes. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        self._held.clear()
+        self._review()
+        lib.azc_conn_stop(self._conn)
+        if self._conn.unsent:
+            self._conn.notify |= lib.AZC_NOTIFY_DRAINED
+        else:
+            self._conn_lost += 1
+            self._loop.call_soon(self._call_connection_lost, None)
+
+    def abort(self) -> None:
+        """Drops what is unsent; what was sent still reaches the peer (no linger)."""
+        self._force_close(None)
+
+    def zc_reset(self) -> None:
+        """Reset the connection (linger 0): destroys what the peer has not read, and so ends the pins
+        of this connection at once. connection_lost(None) follows."""
+        if self._sock is None or self._conn_lost:
+            return
+        # With a receive armed, close() would send nothing at all (measured): so first the kernel
+        # gives up whatever it does for this socket.
+        lib.azc_conn_abort(self._conn, -errno.ECONNABORTED)
+        lib.azc_conn_quiesce(self._conn)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._force_close(None)
+
+    def _fatal_error(self, exc: BaseException, message: str = "Fatal error on transport") -> None:
+        if isinstance(exc, OSError):
+            if self._loop is not None and self._loop.get_debug():
+                logger.debug("%r: %s", self, message, exc_info=True)
+        elif self._loop is not None:
+            self._loop.call_exception_handler(
+                {
+                    "message": message,
+                    "exception": exc,
+                    "transport": self,
+                    "protocol": self._protocol,
+                }
+            )
+        self._force_close(exc)
+
+    def _force_close(self, exc: BaseException | None) -> None:
+        if self._conn_lost:
+            return
+        error = exc.errno if isinstance(exc, OSError) and exc.errno else errno.ECONNABORTED
+        lib.azc_conn_abort(self._conn, -error)
+        self._closing = True
+        self._held.clear()
+        self._review()
+        self._conn_lost += 1
+        self._loop.call_soon(self._call_connection_lost, exc)
+
+    def _call_connection_lost(self, exc: BaseException | None) -> None:
+        try:
+            if self._protocol_connected:
+                self._protocol.connection_lost(exc)
+        finally:
+            conn, self._conn = self._conn, _Gone()
+            self._reactor.close_conn(conn, errno.ECONNABORTED)
+            sock, self._sock = self._sock, None
+            if sock is not None:
+                sock.close()
+            self._protocol = None
+            self._wake_zc_waiters(ConnectionResetError("Connection lost"))
+            while self._marks:
+                self._marks.popleft()[1]._settle(errno.ECONNRESET)
+            if self._empty_waiter is not None and not self._empty_waiter.done():
+                self._empty_waiter.set_exception(ConnectionError("Connection is closed by peer"))
+            self._loop = None
+            server, self._server = self._server, None
+            if server is not None:
+                hooks.detach(server, self)

@@ -1,0 +1,56 @@
+"""Fixtures that give every test both backends, and loops that are always closed.
+
+`backend` is a parameter; `loop_factory` makes ordinary loops, `forced_loop_factory` loops that send every
+operation zero-copy. `run` runs one coroutine on such a loop, with a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+import aiozc
+
+LIMIT_SECONDS = 60.0
+
+
+@pytest.fixture(params=["uring", "epoll"])
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "uring" and aiozc.capabilities().backend != "uring":
+        pytest.skip(f"no io_uring here: {aiozc.capabilities().reason}")
+    return str(request.param)
+
+
+@pytest.fixture
+def loop_factory(backend: str) -> Callable[[], aiozc.EventLoop]:
+    return functools.partial(aiozc.new_event_loop, backend=backend)
+
+
+@pytest.fixture
+def forced_loop_factory(backend: str) -> Callable[[], aiozc.EventLoop]:
+    return functools.partial(
+        aiozc.new_event_loop, backend=backend, adaptive=False, zc_threshold=0
+    )
+
+
+@pytest.fixture
+def run(loop_factory: Callable[[], aiozc.EventLoop]) -> Callable[..., Any]:
+    """run(coroutine, factory=None, limit=60.0): its result, from a loop of its own."""
+
+    def runner(
+        coro: Coroutine[Any, Any, Any],
+        factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+        limit: float = LIMIT_SECONDS,
+    ) -> Any:
+        async def bounded() -> Any:
+            async with asyncio.timeout(limit):
+                return await coro
+
+        with asyncio.Runner(loop_factory=factory or loop_factory) as r:
+            return r.run(bounded())
+
+    return runner
