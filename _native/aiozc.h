@@ -41,7 +41,7 @@
 #define AZC_FIRED_WAKE 131072     /* likewise */
 #define AZC_FIRED_RELEASED 262144 /* azc_take_released has tokens */
 
-/* azc_conn.notify: set by the caller, cleared when the event is given. */
+/* azc_conn_notify: asked for once, told once, also when it is true already. */
 #define AZC_NOTIFY_LOW 1     /* unsent <= low */
 #define AZC_NOTIFY_DRAINED 2 /* unsent == 0 */
 #define AZC_NOTIFY_ZC_LOW 4  /* unsent + pinned <= zc_low */
@@ -112,7 +112,7 @@ typedef struct azc_op {
     uint8_t kind;
 } azc_op;
 
-/* One watched descriptor. The caller may set high, low, zc_low, mark, notify,
+/* One watched descriptor. The caller may set high, low, zc_low, mark,
  * zc_threshold and zc_cap. */
 typedef struct azc_conn {
     uint64_t token;
@@ -129,6 +129,7 @@ typedef struct azc_conn {
     uint64_t ref_token; /* after azc_write answered 1: not 0 = hold the buffer under this token */
     uint32_t notify;
     int32_t fd;
+    int32_t error; /* negative errno: sending is over, what was queued is dropped */
     uint8_t zc_ok; /* the socket can send zero-copy at all */
     uint8_t path;  /* AZC_PATH_* of the last report that could be trusted */
     uint8_t kind;
@@ -195,6 +196,7 @@ azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind);
 int azc_conn_start(azc_conn *c);
 int azc_conn_stop(azc_conn *c);
 int azc_conn_quiesce(azc_conn *c);
+void azc_conn_notify(azc_conn *c, uint32_t what);
 int azc_conn_abort(azc_conn *c, int error);
 int azc_conn_close(azc_conn *c, int error);
 

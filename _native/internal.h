@@ -134,7 +134,6 @@ struct conn {
     bool last_eor;
     bool want_out; /* epoll: the socket was full */
     uint32_t ep_mask;
-    int failed; /* negative errno: sending is over */
     bool closed;
     int orphan_fd;
 };
@@ -213,7 +212,7 @@ static inline struct part *sendq_at(struct sendq *q, uint32_t i) {
     return &q->parts[(q->head + i) & (q->cap - 1)];
 }
 static inline bool sendq_ready(const struct conn *c) {
-    return c->q.count && !c->rq && !c->failed && !c->closed;
+    return c->q.count && !c->rq && !c->pub.error && !c->closed;
 }
 
 #endif

@@ -215,8 +215,8 @@ void req_first(struct req *q, int32_t res, bool more) {
     } else if (res < 0 && res != -ECANCELED && res != -EAGAIN && res != -EINTR) {
         conn_send_failed(c, res);
     }
-    if (c->failed && c->q.count)
-        sendq_drop(c, c->failed); /* what an aborted request left in the queue */
+    if (c->pub.error && c->q.count)
+        sendq_drop(c, c->pub.error); /* what an aborted request left in the queue */
     if (more && q->zc && !q->notif_seen) {
         c->notifs++;
         r->stats.notifications_outstanding++;

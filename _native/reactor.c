@@ -113,9 +113,9 @@ void conn_notify(struct conn *c) {
 }
 
 void conn_send_failed(struct conn *c, int error) {
-    if (c->failed)
+    if (c->pub.error)
         return;
-    c->failed = error;
+    c->pub.error = error;
     sendq_drop(c, error);
     emit(c->r, c->pub.token, AZC_EV_WRITE, error, AZC_NOTIFY_ERROR);
 }
@@ -350,6 +350,11 @@ int azc_conn_stop(azc_conn *pub) {
     return 0;
 }
 
+void azc_conn_notify(azc_conn *pub, uint32_t what) {
+    pub->notify |= what;
+    conn_notify(conn_of(pub));
+}
+
 /* At once: nothing of this descriptor is with the kernel afterwards but notifications. */
 int azc_conn_quiesce(azc_conn *pub) {
     struct conn *c = conn_of(pub);
@@ -361,10 +366,10 @@ int azc_conn_quiesce(azc_conn *pub) {
 int azc_conn_abort(azc_conn *pub, int error) {
     struct conn *c = conn_of(pub);
     c->want_recv = false;
-    if (!c->failed)
-        c->failed = error;
+    if (!c->pub.error)
+        c->pub.error = error;
     c->cancel_rq = c->rq != NULL;
-    sendq_drop(c, c->failed);
+    sendq_drop(c, c->pub.error);
     mark_dirty(c);
     return 0;
 }
@@ -396,7 +401,7 @@ int azc_conn_close(azc_conn *pub, int error) {
 static size_t send_now(struct conn *c, const char *extra, size_t n) {
     struct sendq *q = &c->q;
     struct gathered g = {0};
-    if (c->rq || c->want_out || q->zc_parts || c->failed || c->closed)
+    if (c->rq || c->want_out || q->zc_parts || c->pub.error || c->closed)
         return 0;
     if (q->count && (sendq_gather(c, &g) < 0 || g.bytes < c->pub.unsent))
         return 0; /* more than one request's worth: leave it to the backend, in order */
@@ -420,26 +425,27 @@ static size_t send_now(struct conn *c, const char *extra, size_t n) {
     c->pub.sent_pos += (size_t)rc - mine;
     c->pub.queued_pos += (size_t)rc - mine;
     c->r->stats.bytes += (size_t)rc - mine;
+    conn_notify(c);
     return (size_t)rc - mine;
 }
 
 static int look(struct conn *c) {
-    return c->pub.ref_token || c->pub.unsent > c->pub.high;
+    return c->pub.ref_token || c->pub.unsent > c->pub.high || c->pub.error;
 }
 
-/* 0: done. 1: look at ref_token (hold the buffer) and at unsent (above high). -ENOMEM. By copying where
+/* 0: done. 1: look at error, at ref_token (hold the buffer) and at unsent (above high). -ENOMEM. By copying where
  * that is cheap, else sent at once, and what remains by reference (`by_reference`: nobody changes
  * it) or as a snapshot. */
 int azc_write(azc_conn *pub, const char *p, size_t n, int by_reference) {
     struct conn *c = conn_of(pub);
     pub->ref_token = 0;
-    if (c->failed || c->closed)
-        return 0; /* its event is on the way, or was told: asyncio's write() drops, too */
+    if (c->pub.error || c->closed)
+        return 1; /* nothing is queued any more: asyncio's write() drops, too */
     bool small = n <= COPY_MAX && (!by_reference || pub->unsent < COPY_BACKLOG || n < 512);
     if (!small) {
         size_t sent = send_now(c, p, n);
-        if (c->failed)
-            return 0;
+        if (c->pub.error)
+            return 1;
         p += sent;
         n -= sent;
     }

@@ -409,6 +409,7 @@ def poisoned_environment() -> dict[str, str]:
             "glibc.malloc.mmap_max=0",
             "glibc.malloc.trim_threshold=4294967296",
             "glibc.malloc.arena_max=1",
+            "glibc.malloc.tcache_count=0",  # its blocks are not filled before they are used again
         ]
     )
     # Under AddressSanitizer (which replaces malloc) the same by its own options: fill all of it,
@@ -440,7 +441,7 @@ class Child:
         ).rstrip(os.pathsep)
         self._errors = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
-            [sys.executable, "-X", "dev", "-c", script, *map(str, arguments)],
+            [sys.executable, "-W", "always::ResourceWarning", "-c", script, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

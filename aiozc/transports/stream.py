@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ..loop import EventLoop
 
 _write = lib.azc_write
+_notify = lib.azc_conn_notify
 _from_buffer = ffi.from_buffer
 
 Sendable = Union["bytes", "bytearray", "memoryview", Frozen, Sequence[Any], Any]
@@ -335,11 +336,15 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         return _from_buffer(data), False
 
     def _look(self, kept: Any) -> None:
-        """azc_write has something to say: hold the buffer, or the queue is above high water."""
+        """azc_write has something to say: hold the buffer, the queue is above high water, or an error."""
         conn = self._conn
-        if (token := conn.ref_token) != 0:
+        if token := conn.ref_token:
             self._reactor.held[token] = kept
-        if conn.unsent > self._high_water:
+        if error := -conn.error:
+            self._fatal_error(
+                OSError(error, os.strerror(error)), "Fatal write error on socket transport"
+            )
+        elif conn.unsent > self._high_water:
             self._maybe_pause_protocol()
         elif not token:
             raise MemoryError("aiozc: no memory to queue a write")
@@ -360,7 +365,7 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
             return
         self._eof = True
         if self._conn.unsent:
-            self._conn.notify |= lib.AZC_NOTIFY_DRAINED
+            _notify(self._conn, lib.AZC_NOTIFY_DRAINED)
         else:
             self._shutdown()
 
@@ -383,7 +388,7 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
     def _maybe_pause_protocol(self) -> None:
         super()._maybe_pause_protocol()
         if self._protocol_paused:
-            self._conn.notify |= lib.AZC_NOTIFY_LOW
+            _notify(self._conn, lib.AZC_NOTIFY_LOW)
 
     def _on_write(self, res: int, what: int) -> None:
         """The native side tells what azc_conn.notify asked for, or that sending is over."""
@@ -401,14 +406,14 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         if what & lib.AZC_NOTIFY_LOW:
             self._maybe_resume_protocol()  # which may write again
             if self._protocol_paused:
-                self._conn.notify |= lib.AZC_NOTIFY_LOW
+                _notify(self._conn, lib.AZC_NOTIFY_LOW)
         if what & lib.AZC_NOTIFY_ZC_LOW:
             self._wake_zc_waiters(None)
         if what & lib.AZC_NOTIFY_MARK:
             self._pass_marks()
         if what & lib.AZC_NOTIFY_DRAINED:
             if self._conn.unsent:
-                self._conn.notify |= lib.AZC_NOTIFY_DRAINED
+                _notify(self._conn, lib.AZC_NOTIFY_DRAINED)
                 return
             if self._empty_waiter is not None and not self._empty_waiter.done():
                 self._empty_waiter.set_result(None)
@@ -423,7 +428,7 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
             raise RuntimeError("Empty waiter is already set")
         self._empty_waiter = self._loop.create_future()
         if self._conn.unsent:
-            self._conn.notify |= lib.AZC_NOTIFY_DRAINED
+            _notify(self._conn, lib.AZC_NOTIFY_DRAINED)
         else:
             self._empty_waiter.set_result(None)
         return self._empty_waiter
@@ -485,7 +490,7 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
             marks.popleft()[1]._settle(0)
         if marks:
             conn.mark = marks[0][0]
-            conn.notify |= lib.AZC_NOTIFY_MARK
+            _notify(conn, lib.AZC_NOTIFY_MARK)
 
     async def _zc_drain(self) -> None:
         conn = self._conn
@@ -495,7 +500,7 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
             return
         waiter = self._loop.create_future()
         self._zc_waiters.append(waiter)
-        conn.notify |= lib.AZC_NOTIFY_ZC_LOW
+        _notify(conn, lib.AZC_NOTIFY_ZC_LOW)
         await waiter
 
     def _wake_zc_waiters(self, error: BaseException | None) -> None:
@@ -518,8 +523,9 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         self._held.clear()
         self._review()
         lib.azc_conn_stop(self._conn)
-        if self._conn.unsent:
-            self._conn.notify |= lib.AZC_NOTIFY_DRAINED
+        if self._conn.unsent or self._protocol_paused:
+            # A paused protocol may write once more when it is resumed: TLS keeps its last records.
+            _notify(self._conn, lib.AZC_NOTIFY_DRAINED)
         else:
             self._conn_lost += 1
             self._loop.call_soon(self._call_connection_lost, None)
