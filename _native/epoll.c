@@ -1,10 +1,10 @@
 /* epoll.c - the same events where io_uring is not allowed: readiness and system calls in one turn.
  *
- * Owns: the epoll descriptor and the free list of receive buffers. Called by: reactor.c through `struct
- * backend`. Level-triggered; a descriptor that wants nothing is taken out of the set, since EPOLLHUP
- * and EPOLLERR cannot be masked and would spin. Sends go out when a turn begins, so writes of one turn
- * are gathered; EPOLLOUT is asked for only once a socket was full.
- * Everything is copied here: a request ends with its system call, and nothing is pinned.
+ * Owns: the epoll descriptor and the free list of receive buffers. Called by: reactor.c through
+ * `struct backend`. Level-triggered; a descriptor that wants nothing is taken out of the set, since
+ * EPOLLHUP and EPOLLERR cannot be masked and would spin. Sends go out when a turn begins, so writes
+ * of one turn are gathered; EPOLLOUT is asked for only once a socket was full. Everything is copied
+ * here: a request ends with its system call, and nothing is pinned.
  */
 #define _GNU_SOURCE
 #include "internal.h"
@@ -18,8 +18,8 @@
 #include <unistd.h>
 
 #define BATCH 256
-#define ACCEPT_BURST 128         /* connections taken from one listener a turn */
-#define SEND_BURST (4u << 20)    /* bytes one socket sends a turn before others have theirs */
+#define ACCEPT_BURST 128      /* connections taken from one listener a turn */
+#define SEND_BURST (4u << 20) /* bytes one socket sends a turn before others have theirs */
 
 struct ep {
     int fd;
@@ -28,15 +28,20 @@ struct ep {
     uint16_t *free;
 };
 
-static struct ep *ep_of(struct azc_reactor *r) { return r->be_data; }
+static struct ep *ep_of(struct azc_reactor *r)
+{
+    return r->be_data;
+}
 
-static void epoll_recycle(struct azc_reactor *r, uint16_t buffer) {
+static void epoll_recycle(struct azc_reactor *r, uint16_t buffer)
+{
     struct ep *e = ep_of(r);
     if (e)
         e->free[e->n_free++] = buffer;
 }
 
-static void epoll_destroy(struct azc_reactor *r) {
+static void epoll_destroy(struct azc_reactor *r)
+{
     struct ep *e = ep_of(r);
     close(e->fd);
     free(e->free);
@@ -44,14 +49,16 @@ static void epoll_destroy(struct azc_reactor *r) {
     r->be_data = NULL;
 }
 
-static bool named(const azc_event *ev, uint32_t n, uint32_t buffer) {
+static bool named(const azc_event *ev, uint32_t n, uint32_t buffer)
+{
     for (uint32_t i = 0; i < n; i++)
         if (ev[i].kind == AZC_EV_RECV && ev[i].res > 0 && ev[i].arg == buffer)
             return true;
     return false;
 }
 
-static int epoll_attach(struct azc_reactor *r) {
+static int epoll_attach(struct azc_reactor *r)
+{
     if (r->be_data)
         return 0;
     struct ep *e = calloc(1, sizeof *e);
@@ -78,7 +85,8 @@ static int epoll_attach(struct azc_reactor *r) {
 
 /* ---- sending ---- */
 
-static void send_some(struct conn *c) {
+static void send_some(struct conn *c)
+{
     uint64_t budget = SEND_BURST;
     while (sendq_ready(c) && !c->want_out && budget) {
         struct gathered g;
@@ -98,7 +106,8 @@ static void send_some(struct conn *c) {
 
 /* ---- readiness ---- */
 
-static void set_mask(struct conn *c) {
+static void set_mask(struct conn *c)
+{
     struct ep *e = ep_of(c->r);
     uint32_t mask = (c->want_recv && !c->eof ? EPOLLIN : 0u) | (c->want_out ? EPOLLOUT : 0u);
     if (mask == c->ep_mask)
@@ -117,7 +126,8 @@ static void set_mask(struct conn *c) {
     c->ep_mask = mask;
 }
 
-static void flush(struct azc_reactor *r) {
+static void flush(struct azc_reactor *r)
+{
     struct conn *c = r->dirty, *next;
     r->dirty = NULL;
     for (; c; c = next) {
@@ -130,7 +140,8 @@ static void flush(struct azc_reactor *r) {
     }
 }
 
-static void receive(struct conn *c) {
+static void receive(struct conn *c)
+{
     struct azc_reactor *r = c->r;
     struct ep *e = ep_of(r);
     if (!e->n_free)
@@ -151,7 +162,8 @@ static void receive(struct conn *c) {
     }
 }
 
-static void accept_some(struct conn *c) {
+static void accept_some(struct conn *c)
+{
     for (int i = 0; i < ACCEPT_BURST; i++) {
         int fd = accept4(c->pub.fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
         if (fd >= 0) {
@@ -167,7 +179,8 @@ static void accept_some(struct conn *c) {
     }
 }
 
-static void ready(struct azc_reactor *r, const struct epoll_event *ev) {
+static void ready(struct azc_reactor *r, const struct epoll_event *ev)
+{
     struct conn *c = table_get(&r->conns, ev->data.u64);
     if (!c || c->closed)
         return;
@@ -187,7 +200,8 @@ static void ready(struct azc_reactor *r, const struct epoll_event *ev) {
         poll_fired(c);
 }
 
-static int wait_ready(struct azc_reactor *r, struct epoll_event *ev, int64_t ns) {
+static int wait_ready(struct azc_reactor *r, struct epoll_event *ev, int64_t ns)
+{
     struct ep *e = ep_of(r);
     r->stats.enters++;
 #ifdef SYS_epoll_pwait2
@@ -204,7 +218,8 @@ static int wait_ready(struct azc_reactor *r, struct epoll_event *ev, int64_t ns)
     return n < 0 ? -errno : n;
 }
 
-static int epoll_wait_turn(struct azc_reactor *r, int64_t timeout_ns) {
+static int epoll_wait_turn(struct azc_reactor *r, int64_t timeout_ns)
+{
     struct epoll_event ev[BATCH];
     struct timespec t0, t1;
     bool sleeping = timeout_ns > 0;
@@ -231,14 +246,16 @@ static int epoll_wait_turn(struct azc_reactor *r, int64_t timeout_ns) {
 }
 
 /* The kernel holds nothing of ours between two turns: only what is queued is tried once more. */
-static int epoll_detach(struct azc_reactor *r) {
+static int epoll_detach(struct azc_reactor *r)
+{
     for (struct conn *c = r->dirty; c; c = c->dirty_next)
         if (!c->closed)
             send_some(c);
     return 0;
 }
 
-static int epoll_quiesce(struct conn *c) {
+static int epoll_quiesce(struct conn *c)
+{
     struct ep *e = ep_of(c->r);
     if (e && c->ep_mask) {
         struct epoll_event ev = {0};
@@ -248,7 +265,8 @@ static int epoll_quiesce(struct conn *c) {
     return 0;
 }
 
-static int epoll_drain(struct azc_reactor *r, int64_t timeout_ns) {
+static int epoll_drain(struct azc_reactor *r, int64_t timeout_ns)
+{
     (void)r, (void)timeout_ns;
     return 0;
 }

@@ -125,7 +125,7 @@ struct conn {
     azc_conn pub;
     struct azc_reactor *r;
     struct sendq q;
-    struct req *rq; /* the one request that is not yet sent */
+    struct req *rq;  /* the one request that is not yet sent */
     uint32_t notifs; /* requests not yet released */
     struct conn *dirty_next;
     bool dirty;
@@ -202,16 +202,20 @@ bool sendq_remove(struct conn *c, azc_op *op);
 void sendq_destroy(struct conn *c);
 
 /* Has the turn something for Python? */
-static inline bool anything(const struct azc_reactor *r) {
+static inline bool anything(const struct azc_reactor *r)
+{
     return r->n_pending || r->n_rel || r->fired;
 }
-static inline void poll_fired(struct conn *c) {
+static inline void poll_fired(struct conn *c)
+{
     c->r->fired |= c->pub.kind == AZC_WAKE ? AZC_FIRED_WAKE : AZC_FIRED_POLL;
 }
-static inline struct part *sendq_at(struct sendq *q, uint32_t i) {
+static inline struct part *sendq_at(struct sendq *q, uint32_t i)
+{
     return &q->parts[(q->head + i) & (q->cap - 1)];
 }
-static inline bool sendq_ready(const struct conn *c) {
+static inline bool sendq_ready(const struct conn *c)
+{
     return c->q.count && !c->rq && !c->pub.error && !c->closed;
 }
 

@@ -1,10 +1,11 @@
 /* optable.c - operations and requests: who still reads what.
  *
  * Owns: the counting of parts and pins, the moment of release. Used by: sendq.c and both backends.
- * An operation is one zc_submit, one write held by reference, or one chunk of copied bytes. A request is
- * one SQE (or one sendmsg). Each operation of a request is pinned from issue until the request's last
- * completion; it is released when it has no queued part and no pin left. Notifications come out of order
- * and sometimes unannounced (no F_MORE before them), so they are found by slot and generation.
+ * An operation is one zc_submit, one write held by reference, or one chunk of copied bytes. A
+ * request is one SQE (or one sendmsg). Each operation of a request is pinned from issue until the
+ * request's last completion; it is released when it has no queued part and no pin left.
+ * Notifications come out of order and sometimes unannounced (no F_MORE before them), so they are
+ * found by slot and generation.
  *
  *   state      entered when                          event
  *   QUEUED     op_new                                -
@@ -12,8 +13,8 @@
  *   SENT       its last byte was accepted            AZC_EV_SENT, if want_sent and still pinned
  *   RELEASED   parts == 0 and pins == 0              AZC_EV_RELEASED
  *   WITHDRAWN  azc_withdraw while QUEUED             none: the caller did it
- *   FAILED     its queue was dropped                 AZC_EV_SENT with res < 0 if want_sent and pinned,
- *                                                    then AZC_EV_RELEASED once pins == 0
+ *   FAILED     its queue was dropped                 AZC_EV_SENT with res < 0 if want_sent and
+ * pinned, then AZC_EV_RELEASED once pins == 0
  *
  * Never: release on a first completion with F_MORE, on cancel, on close, or on an error alone.
  */
@@ -23,11 +24,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-static struct op *op_of(azc_op *op) {
+static struct op *op_of(azc_op *op)
+{
     return (struct op *)((char *)op - offsetof(struct op, pub));
 }
 
-azc_op *op_new(struct azc_reactor *r, enum op_kind kind, uint64_t nbytes) {
+azc_op *op_new(struct azc_reactor *r, enum op_kind kind, uint64_t nbytes)
+{
     struct op *o = table_new(&r->ops);
     if (!o)
         return NULL;
@@ -41,13 +44,15 @@ azc_op *op_new(struct azc_reactor *r, enum op_kind kind, uint64_t nbytes) {
     return &o->pub;
 }
 
-void op_forget(struct azc_reactor *r, azc_op *op) {
+void op_forget(struct azc_reactor *r, azc_op *op)
+{
     if (op->kind == OP_USER)
         r->stats.operations_live--;
     table_free(&r->ops, op_of(op));
 }
 
-static void push_released(struct azc_reactor *r, uint64_t token) {
+static void push_released(struct azc_reactor *r, uint64_t token)
+{
     if (r->n_rel == r->cap_rel) {
         size_t cap = r->cap_rel ? r->cap_rel * 2 : 256;
         uint64_t *more = realloc(r->rel, cap * sizeof *more);
@@ -59,7 +64,8 @@ static void push_released(struct azc_reactor *r, uint64_t token) {
     r->rel[r->n_rel++] = token;
 }
 
-void op_check(struct azc_reactor *r, azc_op *op) {
+void op_check(struct azc_reactor *r, azc_op *op)
+{
     if (op->parts)
         return;
     if (op->state < AZC_SENT) {
@@ -84,7 +90,8 @@ void op_check(struct azc_reactor *r, azc_op *op) {
     }
 }
 
-static int req_add(struct req *q, azc_op *op) {
+static int req_add(struct req *q, azc_op *op)
+{
     if (q->n_ops == q->cap_ops) {
         uint32_t cap = q->cap_ops * 4;
         azc_op **more = q->ops == q->inline_ops ? malloc(cap * sizeof *more)
@@ -100,8 +107,10 @@ static int req_add(struct req *q, azc_op *op) {
     return 0;
 }
 
-/* The request for what sendq_gather put into the queue's iovec. NULL: no memory, nothing changed. */
-struct req *req_new(struct conn *c, const struct gathered *g) {
+/* The request for what sendq_gather put into the queue's iovec. NULL: no memory, nothing changed.
+ */
+struct req *req_new(struct conn *c, const struct gathered *g)
+{
     struct azc_reactor *r = c->r;
     struct req *q = table_new(&r->reqs);
     if (!q)
@@ -145,13 +154,15 @@ struct req *req_new(struct conn *c, const struct gathered *g) {
     return q;
 }
 
-static void unpin_bytes(struct req *q, uint64_t n) {
+static void unpin_bytes(struct req *q, uint64_t n)
+{
     q->conn->pub.pinned -= n;
     q->conn->r->stats.pinned_bytes -= n;
 }
 
 /* Its last completion was seen: nothing of it is with the kernel any more. */
-static void req_finish(struct req *q) {
+static void req_finish(struct req *q)
+{
     struct conn *c = q->conn;
     struct azc_reactor *r = c->r;
     if (q->zc)
@@ -172,7 +183,8 @@ static void req_finish(struct req *q) {
         free(ops);
 }
 
-static int fallback_reason(int error) {
+static int fallback_reason(int error)
+{
     switch (error) {
     case ENOMEM:
         return AZC_FALLBACK_ENOMEM;
@@ -186,7 +198,8 @@ static int fallback_reason(int error) {
 }
 
 /* The first completion: res bytes were accepted, or -errno. `more`: a notification follows. */
-void req_first(struct req *q, int32_t res, bool more) {
+void req_first(struct req *q, int32_t res, bool more)
+{
     struct conn *c = q->conn;
     struct azc_reactor *r = c->r;
     uint64_t accepted = res > 0 ? (uint64_t)res : 0;
@@ -230,7 +243,8 @@ void req_first(struct req *q, int32_t res, bool more) {
 }
 
 /* The notification: the pages are free. It may come before the first completion. */
-void req_notif(struct req *q, bool reported, bool copied) {
+void req_notif(struct req *q, bool reported, bool copied)
+{
     struct conn *c = q->conn;
     struct azc_reactor *r = c->r;
     r->stats.notifications++;
@@ -256,4 +270,7 @@ void req_notif(struct req *q, bool reported, bool copied) {
 }
 
 /* A request that never reached the kernel: undo req_new, the bytes stay queued. */
-void req_drop(struct req *q) { req_first(q, -ECANCELED, false); }
+void req_drop(struct req *q)
+{
+    req_first(q, -ECANCELED, false);
+}

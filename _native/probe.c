@@ -22,17 +22,22 @@
 #define AZC_LIBURING_VERSION unknown
 #endif
 
-const char *azc_liburing_built(void) { return XSTR(AZC_LIBURING_VERSION); }
+const char *azc_liburing_built(void)
+{
+    return XSTR(AZC_LIBURING_VERSION);
+}
 
 /* major << 8 | minor of the shared library in use; 0: older than 2.4, which cannot tell. */
-int azc_liburing_runtime(void) {
+int azc_liburing_runtime(void)
+{
     int (*major)(void) = (int (*)(void))dlsym(RTLD_DEFAULT, "io_uring_major_version");
     int (*minor)(void) = (int (*)(void))dlsym(RTLD_DEFAULT, "io_uring_minor_version");
     return major && minor ? major() << 8 | minor() : 0;
 }
 
 /* One byte through a multishot receive into a provided buffer. */
-static bool try_multishot(struct io_uring *ring, bool *buf_ring) {
+static bool try_multishot(struct io_uring *ring, bool *buf_ring)
+{
     int s[2];
     bool ok = false;
     char byte = 1, room[64];
@@ -71,7 +76,8 @@ static bool try_multishot(struct io_uring *ring, bool *buf_ring) {
 }
 
 /* 0 and the features, or the errno that forbids io_uring (EPERM, ENOSYS, ...). */
-int azc_probe(uint32_t *features) {
+int azc_probe(uint32_t *features)
+{
     struct io_uring ring;
     struct io_uring_params p = {.flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN};
     *features = 0;

@@ -1,11 +1,11 @@
 /* reactor.c - the ABI of aiozc.h over the two backends.
  *
- * Owns: the reactor, the event array, connections and their lists. Called by: Python through cffi, from
- * the loop's thread only. Events gather in `pending` and are handed out in batches by azc_wait, so
- * a synchronous harvest (closing one connection, the end of a run) loses nothing and may come while
- * Python still walks the batch before. The batch's receive buffers and released operations are given
- * back by the next azc_wait: until then Python may read them.
- * Never: call back, block outside azc_wait/azc_close, or free what the kernel may read.
+ * Owns: the reactor, the event array, connections and their lists. Called by: Python through cffi,
+ * from the loop's thread only. Events gather in `pending` and are handed out in batches by
+ * azc_wait, so a synchronous harvest (closing one connection, the end of a run) loses nothing and
+ * may come while Python still walks the batch before. The batch's receive buffers and released
+ * operations are given back by the next azc_wait: until then Python may read them. Never: call
+ * back, block outside azc_wait/azc_close, or free what the kernel may read.
  */
 #define _GNU_SOURCE
 #include "internal.h"
@@ -19,15 +19,20 @@
 
 #define container(ptr, type, member) ((type *)((char *)(ptr)-offsetof(type, member)))
 
-static struct conn *conn_of(azc_conn *c) { return container(c, struct conn, pub); }
+static struct conn *conn_of(azc_conn *c)
+{
+    return container(c, struct conn, pub);
+}
 
-bool fault(struct azc_reactor *r, int kind) {
+bool fault(struct azc_reactor *r, int kind)
+{
     if (!r->fault_every[kind] || ++r->fault_count[kind] % r->fault_every[kind])
         return false;
     return true;
 }
 
-int azc_fault(azc_reactor *r, int kind, uint32_t every) {
+int azc_fault(azc_reactor *r, int kind, uint32_t every)
+{
     if (kind < 0 || kind >= AZC_FAULT_KINDS)
         return -EINVAL;
     r->fault_every[kind] = every;
@@ -37,7 +42,8 @@ int azc_fault(azc_reactor *r, int kind, uint32_t every) {
 
 /* ---- events ---- */
 
-void emit(struct azc_reactor *r, uint64_t token, int kind, int32_t res, unsigned arg) {
+void emit(struct azc_reactor *r, uint64_t token, int kind, int32_t res, unsigned arg)
+{
     if (r->n_pending == r->cap_pending) {
         uint32_t cap = r->cap_pending ? r->cap_pending * 2 : AZC_EVENTS;
         azc_event *more = realloc(r->pending, cap * sizeof *more);
@@ -50,7 +56,8 @@ void emit(struct azc_reactor *r, uint64_t token, int kind, int32_t res, unsigned
 }
 
 /* Python has read the last batch: what it described may be used again. */
-static void retire_batch(struct azc_reactor *r) {
+static void retire_batch(struct azc_reactor *r)
+{
     for (uint32_t i = 0; i < r->n_out; i++) {
         azc_event *e = &r->out[i];
         if (e->kind == AZC_EV_RECV && e->res > 0) {
@@ -64,7 +71,8 @@ static void retire_batch(struct azc_reactor *r) {
     r->n_out = 0;
 }
 
-static int hand_out(struct azc_reactor *r) {
+static int hand_out(struct azc_reactor *r)
+{
     uint32_t n = r->n_pending < AZC_EVENTS ? r->n_pending : AZC_EVENTS;
     memcpy(r->out, r->pending, n * sizeof *r->out);
     r->n_pending -= n;
@@ -74,7 +82,8 @@ static int hand_out(struct azc_reactor *r) {
     return (int)n;
 }
 
-void mark_dirty(struct conn *c) {
+void mark_dirty(struct conn *c)
+{
     if (c->dirty)
         return;
     c->dirty = true;
@@ -82,7 +91,8 @@ void mark_dirty(struct conn *c) {
     c->r->dirty = c;
 }
 
-static void unmark_dirty(struct conn *c) {
+static void unmark_dirty(struct conn *c)
+{
     if (!c->dirty)
         return;
     for (struct conn **p = &c->r->dirty; *p; p = &(*p)->dirty_next)
@@ -94,7 +104,8 @@ static void unmark_dirty(struct conn *c) {
 }
 
 /* Tell Python what it asked to be told, once. */
-void conn_notify(struct conn *c) {
+void conn_notify(struct conn *c)
+{
     uint32_t due = 0, want = c->pub.notify;
     if (!want || c->closed)
         return;
@@ -112,7 +123,8 @@ void conn_notify(struct conn *c) {
     emit(c->r, c->pub.token, AZC_EV_WRITE, 0, due);
 }
 
-void conn_send_failed(struct conn *c, int error) {
+void conn_send_failed(struct conn *c, int error)
+{
     if (c->pub.error)
         return;
     c->pub.error = error;
@@ -120,7 +132,8 @@ void conn_send_failed(struct conn *c, int error) {
     emit(c->r, c->pub.token, AZC_EV_WRITE, error, AZC_NOTIFY_ERROR);
 }
 
-void conn_maybe_free(struct conn *c) {
+void conn_maybe_free(struct conn *c)
+{
     if (!c->closed || c->rq || c->armed || c->notifs)
         return;
     unmark_dirty(c);
@@ -132,7 +145,8 @@ void conn_maybe_free(struct conn *c) {
 
 /* ---- life of a reactor ---- */
 
-static int map_buffers(struct azc_reactor *r) {
+static int map_buffers(struct azc_reactor *r)
+{
     r->n_bufs = r->cfg.recv_buffers;
     r->buf_size = 64u << 10;
     /* Not a power of two apart: buffers that start in the same cache sets evict each other. */
@@ -142,7 +156,8 @@ static int map_buffers(struct azc_reactor *r) {
     return r->bufs == MAP_FAILED ? -ENOMEM : 0;
 }
 
-azc_reactor *azc_open(const azc_config *cfg, int *err) {
+azc_reactor *azc_open(const azc_config *cfg, int *err)
+{
     struct azc_reactor *r = calloc(1, sizeof *r);
     *err = -ENOMEM;
     if (!r)
@@ -179,7 +194,8 @@ azc_reactor *azc_open(const azc_config *cfg, int *err) {
 
 /* In a forked child nothing of the parent's is in flight for us: its requests, and the bytes that
  * they carry, are the parent's to send. */
-static void forget_parent(struct azc_reactor *r) {
+static void forget_parent(struct azc_reactor *r)
+{
     for (uint32_t i = 0; i < table_slots(&r->reqs); i++) {
         struct req *q = table_at(&r->reqs, i);
         if (!q)
@@ -204,7 +220,8 @@ static void forget_parent(struct azc_reactor *r) {
     }
 }
 
-int azc_attach(azc_reactor *r) {
+int azc_attach(azc_reactor *r)
+{
     bool child = r->pid != getpid();
     r->detaching = false;
     if (child && r->be_data)
@@ -226,27 +243,32 @@ int azc_attach(azc_reactor *r) {
 
 /* One turn: ended by an event, the timeout (< 0: none) or a signal. The answer: AZC_FIRED_* and the
  * number of events; -EINTR for a signal; another -errno for a backend that is beyond repair. */
-int azc_wait(azc_reactor *r, int64_t timeout_ns) {
+int azc_wait(azc_reactor *r, int64_t timeout_ns)
+{
     retire_batch(r);
     int rc = r->be->wait(r, anything(r) ? 0 : timeout_ns);
     return anything(r) || rc >= 0 ? azc_take_events(r) : rc;
 }
 
 /* Hand out what is there, without entering the kernel. */
-int azc_take_events(azc_reactor *r) {
+int azc_take_events(azc_reactor *r)
+{
     retire_batch(r);
     int fired = r->fired | (r->n_rel ? AZC_FIRED_RELEASED : 0);
     r->fired = 0;
     return hand_out(r) | fired;
 }
 
-int azc_detach(azc_reactor *r) {
+int azc_detach(azc_reactor *r)
+{
     r->detaching = true;
     return r->be->detach(r);
 }
 
-/* Wait, at most so long, for notifications. The answer: how many requests the kernel still reads. */
-int azc_drain(azc_reactor *r, int64_t timeout_ns) {
+/* Wait, at most so long, for notifications. The answer: how many requests the kernel still reads.
+ */
+int azc_drain(azc_reactor *r, int64_t timeout_ns)
+{
     if (r->stats.notifications_outstanding && r->be_data)
         r->be->drain(r, timeout_ns);
     return (int)r->reqs.live;
@@ -254,7 +276,8 @@ int azc_drain(azc_reactor *r, int64_t timeout_ns) {
 
 /* 0: everything is given back. Else the number of requests that the kernel may still read: then the
  * memory of copied bytes and the tables are kept for good; Python keeps what it holds likewise. */
-int azc_close(azc_reactor *r) {
+int azc_close(azc_reactor *r)
+{
     r->detaching = true;
     int left = (int)r->reqs.live;
     if (r->be_data)
@@ -281,17 +304,25 @@ int azc_close(azc_reactor *r) {
     return 0;
 }
 
-azc_event *azc_events(azc_reactor *r) { return r->out; }
+azc_event *azc_events(azc_reactor *r)
+{
+    return r->out;
+}
 
-char *azc_recv_memory(azc_reactor *r, size_t *bytes, size_t *stride) {
+char *azc_recv_memory(azc_reactor *r, size_t *bytes, size_t *stride)
+{
     *bytes = r->bufs_bytes;
     *stride = r->buf_stride;
     return r->bufs;
 }
 
-azc_stats *azc_stats_of(azc_reactor *r) { return &r->stats; }
+azc_stats *azc_stats_of(azc_reactor *r)
+{
+    return &r->stats;
+}
 
-size_t azc_take_released(azc_reactor *r, uint64_t *tokens, size_t max) {
+size_t azc_take_released(azc_reactor *r, uint64_t *tokens, size_t max)
+{
     size_t n = r->n_rel < max ? r->n_rel : max;
     if (!n)
         return 0;
@@ -302,7 +333,8 @@ size_t azc_take_released(azc_reactor *r, uint64_t *tokens, size_t max) {
 
 /* ---- connections ---- */
 
-static bool can_zero_copy(int fd) {
+static bool can_zero_copy(int fd)
+{
     int domain = 0, type = 0;
     socklen_t n = sizeof domain;
     if (getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &n) < 0)
@@ -313,7 +345,8 @@ static bool can_zero_copy(int fd) {
     return (domain == AF_INET || domain == AF_INET6) && type == SOCK_STREAM;
 }
 
-azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind) {
+azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind)
+{
     struct conn *c = table_new(&r->conns);
     if (!c)
         return NULL;
@@ -333,7 +366,8 @@ azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind) {
 }
 
 /* Receive, accept or poll from the next azc_wait on. */
-int azc_conn_start(azc_conn *pub) {
+int azc_conn_start(azc_conn *pub)
+{
     struct conn *c = conn_of(pub);
     if (c->eof || c->closed)
         return 0;
@@ -343,27 +377,31 @@ int azc_conn_start(azc_conn *pub) {
 }
 
 /* Stop it. What arrived already still comes as events. */
-int azc_conn_stop(azc_conn *pub) {
+int azc_conn_stop(azc_conn *pub)
+{
     struct conn *c = conn_of(pub);
     c->want_recv = false;
     mark_dirty(c);
     return 0;
 }
 
-void azc_conn_notify(azc_conn *pub, uint32_t what) {
+void azc_conn_notify(azc_conn *pub, uint32_t what)
+{
     pub->notify |= what;
     conn_notify(conn_of(pub));
 }
 
 /* At once: nothing of this descriptor is with the kernel afterwards but notifications. */
-int azc_conn_quiesce(azc_conn *pub) {
+int azc_conn_quiesce(azc_conn *pub)
+{
     struct conn *c = conn_of(pub);
     c->want_recv = false;
     return c->r->be->quiesce(c);
 }
 
 /* Drop what is unsent; a request in the kernel is cancelled by the next azc_wait or close. */
-int azc_conn_abort(azc_conn *pub, int error) {
+int azc_conn_abort(azc_conn *pub, int error)
+{
     struct conn *c = conn_of(pub);
     c->want_recv = false;
     if (!c->pub.error)
@@ -375,7 +413,8 @@ int azc_conn_abort(azc_conn *pub, int error) {
 }
 
 /* Afterwards the caller closes the descriptor and never uses `pub` again. */
-int azc_conn_close(azc_conn *pub, int error) {
+int azc_conn_close(azc_conn *pub, int error)
+{
     struct conn *c = conn_of(pub);
     int rc = 0;
     azc_conn_abort(pub, error);
@@ -398,7 +437,8 @@ int azc_conn_close(azc_conn *pub, int error) {
 
 /* Send plain bytes with a system call now: what is queued, and `extra` behind it. Answers how many
  * bytes of `extra` went. Only where nothing is in the kernel before them. */
-static size_t send_now(struct conn *c, const char *extra, size_t n) {
+static size_t send_now(struct conn *c, const char *extra, size_t n)
+{
     struct sendq *q = &c->q;
     struct gathered g = {0};
     if (c->rq || c->want_out || q->zc_parts || c->pub.error || c->closed)
@@ -429,14 +469,16 @@ static size_t send_now(struct conn *c, const char *extra, size_t n) {
     return (size_t)rc - mine;
 }
 
-static int look(struct conn *c) {
+static int look(struct conn *c)
+{
     return c->pub.ref_token || c->pub.unsent > c->pub.high || c->pub.error;
 }
 
-/* 0: done. 1: look at error, at ref_token (hold the buffer) and at unsent (above high). -ENOMEM. By copying where
- * that is cheap, else sent at once, and what remains by reference (`by_reference`: nobody changes
- * it) or as a snapshot. */
-int azc_write(azc_conn *pub, const char *p, size_t n, int by_reference) {
+/* 0: done. 1: look at error, at ref_token (hold the buffer) and at unsent (above high). -ENOMEM. By
+ * copying where that is cheap, else sent at once, and what remains by reference (`by_reference`:
+ * nobody changes it) or as a snapshot. */
+int azc_write(azc_conn *pub, const char *p, size_t n, int by_reference)
+{
     struct conn *c = conn_of(pub);
     pub->ref_token = 0;
     if (c->pub.error || c->closed)
@@ -469,7 +511,8 @@ int azc_write(azc_conn *pub, const char *p, size_t n, int by_reference) {
     return look(c);
 }
 
-azc_op *azc_submit(azc_conn *pub, const azc_iov *parts, size_t n) {
+azc_op *azc_submit(azc_conn *pub, const azc_iov *parts, size_t n)
+{
     struct conn *c = conn_of(pub);
     uint64_t total = 0;
     for (size_t i = 0; i < n; i++)
@@ -488,13 +531,15 @@ azc_op *azc_submit(azc_conn *pub, const azc_iov *parts, size_t n) {
     return op;
 }
 
-azc_op *azc_submit_one(azc_conn *pub, const char *p, size_t n) {
+azc_op *azc_submit_one(azc_conn *pub, const char *p, size_t n)
+{
     azc_iov one = {p, n};
     return azc_submit(pub, &one, 1);
 }
 
 /* 1: it is out of the queue, no byte of it left, and its slot is free. 0: too late. */
-int azc_withdraw(azc_conn *pub, azc_op *op) {
+int azc_withdraw(azc_conn *pub, azc_op *op)
+{
     struct conn *c = conn_of(pub);
     if (op->kind != OP_USER || !sendq_remove(c, op))
         return 0;

@@ -1,16 +1,17 @@
 /* sendq.c - one socket's send queue: gather, split, account. Knows no backend.
  *
- * Owns: the order of the bytes. Used by: reactor.c (push), optable.c (consume), the backends (gather).
- * Rules:
+ * Owns: the order of the bytes. Used by: reactor.c (push), optable.c (consume), the backends
+ * (gather). Rules:
  *  1. One FIFO for copied, referenced and zero-copy parts; bytes leave in call order.
  *  2. At most one request that is not yet sent; it reads the first `in_request` parts, which nobody
  *     moves, merges or extends until its first completion.
- *  3. A request takes at most max_parts parts and max_request bytes. A larger part stays at the head
- *     and is consumed from its front, so any length works.
+ *  3. A request takes at most max_parts parts and max_request bytes. A larger part stays at the
+ * head and is consumed from its front, so any length works.
  *  4. What the kernel did not accept stays at the head: a short result needs no special case.
- *  5. `copy_left` bytes at the head go by copying (they met ENOMEM or ENOBUFS); then zero-copy resumes.
- *  6. MSG_EOR on the request that completes each 64 KiB of a zero-copy stream, else the kernel stacks
- *     notifications without end (measured: 0 of 11,328 within 3 s).
+ *  5. `copy_left` bytes at the head go by copying (they met ENOMEM or ENOBUFS); then zero-copy
+ * resumes.
+ *  6. MSG_EOR on the request that completes each 64 KiB of a zero-copy stream, else the kernel
+ * stacks notifications without end (measured: 0 of 11,328 within 3 s).
  *
  * Never: touch memory of a part, or decide that a part is released (optable.c does).
  */
@@ -21,7 +22,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-static void queued(struct conn *c, uint64_t n) {
+static void queued(struct conn *c, uint64_t n)
+{
     struct azc_reactor *r = c->r;
     c->pub.unsent += n;
     c->pub.queued_pos += n;
@@ -31,12 +33,14 @@ static void queued(struct conn *c, uint64_t n) {
         r->stats.queued_peak = r->stats.queued_bytes;
 }
 
-static void unqueued(struct conn *c, uint64_t n) {
+static void unqueued(struct conn *c, uint64_t n)
+{
     c->pub.unsent -= n;
     c->r->stats.queued_bytes -= n;
 }
 
-static int grow(struct sendq *q) {
+static int grow(struct sendq *q)
+{
     uint32_t cap = q->cap ? q->cap * 2 : 8;
     struct part *more = malloc(cap * sizeof *more);
     if (!more)
@@ -50,7 +54,8 @@ static int grow(struct sendq *q) {
     return 0;
 }
 
-int sendq_push(struct conn *c, const char *base, size_t len, azc_op *op) {
+int sendq_push(struct conn *c, const char *base, size_t len, azc_op *op)
+{
     struct sendq *q = &c->q;
     if (q->count == q->cap && grow(q) < 0)
         return -ENOMEM;
@@ -64,7 +69,8 @@ int sendq_push(struct conn *c, const char *base, size_t len, azc_op *op) {
 }
 
 /* Copy into the chunk at the tail, and into new ones: many small writes become one part. */
-int sendq_copy(struct conn *c, const char *base, size_t len) {
+int sendq_copy(struct conn *c, const char *base, size_t len)
+{
     struct sendq *q = &c->q;
     size_t hint = len;
     if (q->count) {
@@ -96,7 +102,8 @@ int sendq_copy(struct conn *c, const char *base, size_t len) {
     return rc;
 }
 
-static int reserve_iov(struct sendq *q, uint32_t want) {
+static int reserve_iov(struct sendq *q, uint32_t want)
+{
     if (q->iov_cap >= want)
         return 0;
     uint32_t cap = want <= 16 ? 16 : want <= 128 ? 128 : 1024;
@@ -108,7 +115,8 @@ static int reserve_iov(struct sendq *q, uint32_t want) {
     return 0;
 }
 
-static bool zc_allowed(struct conn *c, uint64_t zc_bytes, uint64_t bytes) {
+static bool zc_allowed(struct conn *c, uint64_t zc_bytes, uint64_t bytes)
+{
     struct azc_reactor *r = c->r;
     if (!zc_bytes || !c->pub.zc_ok || zc_bytes < c->pub.zc_threshold)
         return false;
@@ -126,7 +134,8 @@ static bool zc_allowed(struct conn *c, uint64_t zc_bytes, uint64_t bytes) {
 }
 
 /* Put the next request into q->iov. 0: filled; -ENOMEM. Call only when sendq_ready. */
-int sendq_gather(struct conn *c, struct gathered *g) {
+int sendq_gather(struct conn *c, struct gathered *g)
+{
     struct sendq *q = &c->q;
     uint64_t limit = c->r->cfg.max_request, zc_bytes = 0, bytes = 0;
     uint32_t max = q->count < c->r->cfg.max_parts ? q->count : c->r->cfg.max_parts, n = 0;
@@ -158,7 +167,8 @@ int sendq_gather(struct conn *c, struct gathered *g) {
     return 0;
 }
 
-static void pop(struct conn *c) {
+static void pop(struct conn *c)
+{
     struct sendq *q = &c->q;
     azc_op *op = sendq_at(q, 0)->op;
     q->head = (q->head + 1) & (q->cap - 1);
@@ -169,7 +179,8 @@ static void pop(struct conn *c) {
     op_check(c->r, op);
 }
 
-void sendq_consume(struct conn *c, uint64_t bytes) {
+void sendq_consume(struct conn *c, uint64_t bytes)
+{
     struct sendq *q = &c->q;
     unqueued(c, bytes);
     c->pub.sent_pos += bytes;
@@ -187,7 +198,8 @@ void sendq_consume(struct conn *c, uint64_t bytes) {
 }
 
 /* Everything that no request reads is dropped; its operations fail with `error`. */
-void sendq_drop(struct conn *c, int error) {
+void sendq_drop(struct conn *c, int error)
+{
     struct sendq *q = &c->q;
     while (q->count > q->in_request) {
         struct part *p = sendq_at(q, q->count - 1);
@@ -206,7 +218,8 @@ void sendq_drop(struct conn *c, int error) {
 }
 
 /* Take all parts of an operation out, if none of them was ever issued. */
-bool sendq_remove(struct conn *c, azc_op *op) {
+bool sendq_remove(struct conn *c, azc_op *op)
+{
     struct sendq *q = &c->q;
     if (op->state != AZC_QUEUED || !op->parts)
         return false;
@@ -227,7 +240,8 @@ bool sendq_remove(struct conn *c, azc_op *op) {
     return true;
 }
 
-void sendq_destroy(struct conn *c) {
+void sendq_destroy(struct conn *c)
+{
     free(c->q.parts);
     free(c->q.iov);
     memset(&c->q, 0, sizeof c->q);

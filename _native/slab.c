@@ -1,10 +1,10 @@
 /* slab.c - memory for bytes that write() copies.
  *
  * Owns: the blocks and their free lists. Used by: sendq.c (take), optable.c (give back).
- * Our own memory and not malloc's: a heap that a batch of writes fills and empties each turn is trimmed
- * and faulted in again by glibc, measured 3.4 minor faults and 8 us a 16 KiB request. Last in, first
- * out, so the next write finds warm cache lines.
- * Never: give a chunk back while a request may read it; that is op_check's decision alone.
+ * Our own memory and not malloc's: a heap that a batch of writes fills and empties each turn is
+ * trimmed and faulted in again by glibc, measured 3.4 minor faults and 8 us a 16 KiB request. Last
+ * in, first out, so the next write finds warm cache lines. Never: give a chunk back while a request
+ * may read it; that is op_check's decision alone.
  */
 #include "internal.h"
 
@@ -14,9 +14,13 @@
 
 #define BLOCK (256u << 10)
 
-static size_t class_bytes(int k) { return (size_t)512 << k; }
+static size_t class_bytes(int k)
+{
+    return (size_t)512 << k;
+}
 
-static struct chunk *carve(struct slab *s, size_t bytes) {
+static struct chunk *carve(struct slab *s, size_t bytes)
+{
     if (s->fresh_left < bytes) {
         void **more = realloc(s->blocks, (s->n_blocks + 1) * sizeof *more);
         if (!more)
@@ -35,7 +39,8 @@ static struct chunk *carve(struct slab *s, size_t bytes) {
     return k;
 }
 
-struct chunk *chunk_new(struct azc_reactor *r, size_t want) {
+struct chunk *chunk_new(struct azc_reactor *r, size_t want)
+{
     size_t need = want + sizeof(struct chunk);
     int k = 0;
     while (k < SLAB_CLASSES && class_bytes(k) < need)
@@ -65,7 +70,8 @@ struct chunk *chunk_new(struct azc_reactor *r, size_t want) {
     return c;
 }
 
-void chunk_free(struct azc_reactor *r, struct chunk *c) {
+void chunk_free(struct azc_reactor *r, struct chunk *c)
+{
     if (c->size_class < 0) {
         free(c);
         return;
@@ -74,7 +80,8 @@ void chunk_free(struct azc_reactor *r, struct chunk *c) {
     r->slab.free[c->size_class] = c;
 }
 
-void slab_destroy(struct slab *s) {
+void slab_destroy(struct slab *s)
+{
     for (size_t i = 0; i < s->n_blocks; i++)
         munmap(s->blocks[i], BLOCK);
     free(s->blocks);

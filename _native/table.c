@@ -1,8 +1,9 @@
 /* table.c - slots with generations.
  *
  * Owns: the memory of operations, requests and connections. Used by: reactor.c, optable.c, uring.c.
- * A token is slot | generation << 32, so a completion that comes after its slot was given to somebody
- * else finds nothing (liburing#1462). Never: move an element; Python and the kernel hold addresses.
+ * A token is slot | generation << 32, so a completion that comes after its slot was given to
+ * somebody else finds nothing (liburing#1462). Never: move an element; Python and the kernel hold
+ * addresses.
  */
 #include "internal.h"
 
@@ -13,17 +14,20 @@
 #define NONE UINT32_MAX
 #define GENERATIONS 0xffffffu /* 24 bits: the width that fits beside a type in a user_data */
 
-void table_init(struct table *t, size_t size) {
+void table_init(struct table *t, size_t size)
+{
     memset(t, 0, sizeof *t);
     t->size = (size + 63) & ~(size_t)63;
     t->free_head = NONE;
 }
 
-static struct slot *slot_at(const struct table *t, uint32_t i) {
+static struct slot *slot_at(const struct table *t, uint32_t i)
+{
     return (struct slot *)(t->chunks[i / CHUNK] + (size_t)(i % CHUNK) * t->size);
 }
 
-static int grow(struct table *t) {
+static int grow(struct table *t)
+{
     char **more = realloc(t->chunks, (t->n_chunks + 1) * sizeof *more);
     if (!more)
         return -1;
@@ -43,7 +47,8 @@ static int grow(struct table *t) {
     return 0;
 }
 
-void *table_new(struct table *t) {
+void *table_new(struct table *t)
+{
     if (t->free_head == NONE && grow(t) < 0)
         return NULL;
     struct slot *s = slot_at(t, t->free_head);
@@ -54,7 +59,8 @@ void *table_new(struct table *t) {
     return s;
 }
 
-void table_free(struct table *t, void *element) {
+void table_free(struct table *t, void *element)
+{
     struct slot *s = element;
     uint64_t gen = ((s->token >> 32) + 1) & GENERATIONS;
     s->token = (uint32_t)s->token | (gen ? gen : 1) << 32;
@@ -64,7 +70,8 @@ void table_free(struct table *t, void *element) {
     t->live--;
 }
 
-void *table_get(const struct table *t, uint64_t token) {
+void *table_get(const struct table *t, uint64_t token)
+{
     uint32_t i = (uint32_t)token;
     if (i >= t->n_chunks * CHUNK)
         return NULL;
@@ -72,14 +79,19 @@ void *table_get(const struct table *t, uint64_t token) {
     return s->used && s->token == token ? s : NULL;
 }
 
-void *table_at(const struct table *t, uint32_t i) {
+void *table_at(const struct table *t, uint32_t i)
+{
     struct slot *s = slot_at(t, i);
     return s->used ? s : NULL;
 }
 
-uint32_t table_slots(const struct table *t) { return t->n_chunks * CHUNK; }
+uint32_t table_slots(const struct table *t)
+{
+    return t->n_chunks * CHUNK;
+}
 
-void table_destroy(struct table *t) {
+void table_destroy(struct table *t)
+{
     for (uint32_t i = 0; i < t->n_chunks; i++)
         free(t->chunks[i]);
     free(t->chunks);

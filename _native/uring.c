@@ -2,17 +2,18 @@
  *
  * Owns: the ring and the provided-buffer ring. Called by: reactor.c through `struct backend`.
  * Rules, each measured or from the man pages:
- *  1. SINGLE_ISSUER|DEFER_TASKRUN: only the thread that made the ring enters it. Another thread gets a
- *     new ring; what the old one still owes is then learned from SIOCOUTQ (an orphan, see below).
+ *  1. SINGLE_ISSUER|DEFER_TASKRUN: only the thread that made the ring enters it. Another thread
+ * gets a new ring; what the old one still owes is then learned from SIOCOUTQ (an orphan, see
+ * below).
  *  2. wait_nr is 1: with notifications outstanding a larger one hung (kernel ef42b85a5609).
  *  3. EINTR goes back to Python, which runs its signal handlers.
- *  4. A queued SQE is submitted before its descriptor is closed, and harvested, else the peer gets no
- *     FIN and a reused descriptor number is hit.
+ *  4. A queued SQE is submitted before its descriptor is closed, and harvested, else the peer gets
+ * no FIN and a reused descriptor number is hit.
  *  5. A receive is armed again only after its last completion was seen.
  *
- * Orphans: a notification that belongs to a ring whose thread is gone will never be seen. All bytes up
- * to the request's end being acknowledged by the peer proves that no later change of the memory can
- * reach it: a retransmission of them would be dropped. That is what releases an orphan.
+ * Orphans: a notification that belongs to a ring whose thread is gone will never be seen. All bytes
+ * up to the request's end being acknowledged by the peer proves that no later change of the memory
+ * can reach it: a retransmission of them would be dropped. That is what releases an orphan.
  *
  * Never: link requests, touch the ring of another thread or of a parent process.
  */
@@ -52,21 +53,27 @@ struct uring {
     bool no_send;
 };
 
-static struct uring *uring_of(struct azc_reactor *r) { return r->be_data; }
+static struct uring *uring_of(struct azc_reactor *r)
+{
+    return r->be_data;
+}
 
-static uint64_t now_ns(void) {
+static uint64_t now_ns(void)
+{
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-static struct __kernel_timespec timespec_of(int64_t ns) {
+static struct __kernel_timespec timespec_of(int64_t ns)
+{
     return (struct __kernel_timespec){.tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000};
 }
 
 /* ---- set-up ---- */
 
-static int ring_init(struct azc_reactor *r, struct uring *u) {
+static int ring_init(struct azc_reactor *r, struct uring *u)
+{
     static const unsigned flags[] = {
         IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_TASKRUN_FLAG |
             IORING_SETUP_SUBMIT_ALL,
@@ -83,10 +90,10 @@ static int ring_init(struct azc_reactor *r, struct uring *u) {
     return rc;
 }
 
-static int buf_ring_init(struct azc_reactor *r, struct uring *u) {
+static int buf_ring_init(struct azc_reactor *r, struct uring *u)
+{
     u->br_bytes = r->n_bufs * sizeof(struct io_uring_buf);
-    u->br =
-        mmap(NULL, u->br_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    u->br = mmap(NULL, u->br_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (u->br == MAP_FAILED)
         return -ENOMEM;
     struct io_uring_buf_reg reg = {.ring_addr = (uintptr_t)u->br, .ring_entries = r->n_bufs};
@@ -114,7 +121,8 @@ static int buf_ring_init(struct azc_reactor *r, struct uring *u) {
     return 0;
 }
 
-static void uring_recycle(struct azc_reactor *r, uint16_t buffer) {
+static void uring_recycle(struct azc_reactor *r, uint16_t buffer)
+{
     struct uring *u = uring_of(r);
     if (!u)
         return; /* the next ring is given all buffers that no event names */
@@ -123,7 +131,8 @@ static void uring_recycle(struct azc_reactor *r, uint16_t buffer) {
     io_uring_buf_ring_advance(u->br, 1);
 }
 
-static void uring_destroy(struct azc_reactor *r) {
+static void uring_destroy(struct azc_reactor *r)
+{
     struct uring *u = uring_of(r);
     if (r->pid != getpid()) {
         close(u->ring.ring_fd); /* the mapping was not inherited (ring_dontfork) */
@@ -138,7 +147,8 @@ static void uring_destroy(struct azc_reactor *r) {
 static unsigned harvest(struct azc_reactor *r);
 
 /* The ring's thread is not ours: read what it left in the completion queue, orphan the rest. */
-static void retire(struct azc_reactor *r) {
+static void retire(struct azc_reactor *r)
+{
     uint32_t n = 0;
     harvest(r);
     for (uint32_t i = 0; i < table_slots(&r->reqs); i++) {
@@ -152,7 +162,8 @@ static void retire(struct azc_reactor *r) {
     r->stats.notifications_outstanding = n;
 }
 
-static uint32_t count_orphans(struct azc_reactor *r) {
+static uint32_t count_orphans(struct azc_reactor *r)
+{
     uint32_t n = 0;
     for (uint32_t i = 0; i < table_slots(&r->reqs); i++) {
         struct req *q = table_at(&r->reqs, i);
@@ -161,7 +172,8 @@ static uint32_t count_orphans(struct azc_reactor *r) {
     return n;
 }
 
-static void reap_orphans(struct azc_reactor *r) {
+static void reap_orphans(struct azc_reactor *r)
+{
     struct uring *u = uring_of(r);
     for (uint32_t i = 0; i < table_slots(&r->reqs); i++) {
         struct req *q = table_at(&r->reqs, i);
@@ -177,7 +189,8 @@ static void reap_orphans(struct azc_reactor *r) {
     }
 }
 
-static int uring_attach(struct azc_reactor *r) {
+static int uring_attach(struct azc_reactor *r)
+{
     struct uring *u = uring_of(r);
     if (u && u->tid == gettid()) {
         u->no_send = false;
@@ -194,7 +207,7 @@ static int uring_attach(struct azc_reactor *r) {
         return rc;
     }
     u->tid = gettid();
-    (void)io_uring_ring_dontfork(&u->ring);  /* a child that entered it would get -EEXIST */
+    (void)io_uring_ring_dontfork(&u->ring);    /* a child that entered it would get -EEXIST */
     (void)io_uring_register_ring_fd(&u->ring); /* saves a look-up an enter; optional */
     rc = buf_ring_init(r, u);
     if (rc < 0) {
@@ -209,25 +222,28 @@ static int uring_attach(struct azc_reactor *r) {
 
 /* ---- entering ---- */
 
-static unsigned sq_flags(struct uring *u) {
+static unsigned sq_flags(struct uring *u)
+{
     return __atomic_load_n(u->ring.sq.kflags, __ATOMIC_ACQUIRE);
 }
 
-static int enter_now(struct azc_reactor *r) {
+static int enter_now(struct azc_reactor *r)
+{
     r->stats.enters++;
     return io_uring_submit_and_get_events(&uring_of(r)->ring);
 }
 
 /* Submit, and sleep until one completion or the time is over (< 0: no limit). */
-static int enter_wait(struct azc_reactor *r, int64_t ns) {
+static int enter_wait(struct azc_reactor *r, int64_t ns)
+{
     struct __kernel_timespec ts = timespec_of(ns < 0 ? 0 : ns);
     struct io_uring_cqe *cqe;
     r->stats.enters++;
-    return io_uring_submit_and_wait_timeout(&uring_of(r)->ring, &cqe, 1, ns < 0 ? NULL : &ts,
-                                            NULL);
+    return io_uring_submit_and_wait_timeout(&uring_of(r)->ring, &cqe, 1, ns < 0 ? NULL : &ts, NULL);
 }
 
-static struct io_uring_sqe *get_sqe(struct azc_reactor *r) {
+static struct io_uring_sqe *get_sqe(struct azc_reactor *r)
+{
     struct uring *u = uring_of(r);
     struct io_uring_sqe *sqe = io_uring_get_sqe(&u->ring);
     if (sqe)
@@ -239,7 +255,8 @@ static struct io_uring_sqe *get_sqe(struct azc_reactor *r) {
 
 /* ---- completions ---- */
 
-static void on_stream(struct conn *c, int32_t res, unsigned flags) {
+static void on_stream(struct conn *c, int32_t res, unsigned flags)
+{
     struct azc_reactor *r = c->r;
     uint64_t token = c->pub.token;
     if (res > 0) {
@@ -259,7 +276,8 @@ static void on_stream(struct conn *c, int32_t res, unsigned flags) {
     }
 }
 
-static void on_listen(struct conn *c, int32_t res) {
+static void on_listen(struct conn *c, int32_t res)
+{
     if (res == -ECANCELED || res == -EAGAIN || res == -EINTR || res == -ECONNABORTED)
         return;
     if (res < 0)
@@ -267,7 +285,8 @@ static void on_listen(struct conn *c, int32_t res) {
     emit(c->r, c->pub.token, AZC_EV_ACCEPT, res, 0);
 }
 
-static void on_conn(struct azc_reactor *r, uint64_t token, int32_t res, unsigned flags) {
+static void on_conn(struct azc_reactor *r, uint64_t token, int32_t res, unsigned flags)
+{
     struct uring *u = uring_of(r);
     struct conn *c = table_get(&r->conns, token);
     if (!(flags & IORING_CQE_F_MORE))
@@ -295,7 +314,8 @@ static void on_conn(struct azc_reactor *r, uint64_t token, int32_t res, unsigned
         mark_dirty(c);
 }
 
-static void on_req(struct azc_reactor *r, uint64_t token, int32_t res, unsigned flags) {
+static void on_req(struct azc_reactor *r, uint64_t token, int32_t res, unsigned flags)
+{
     struct req *q = table_get(&r->reqs, token);
     if (!(flags & IORING_CQE_F_NOTIF))
         uring_of(r)->inflight--;
@@ -307,13 +327,15 @@ static void on_req(struct azc_reactor *r, uint64_t token, int32_t res, unsigned 
         req_first(q, res, flags & IORING_CQE_F_MORE);
 }
 
-static unsigned harvest(struct azc_reactor *r) {
+static unsigned harvest(struct azc_reactor *r)
+{
     struct uring *u = uring_of(r);
     struct io_uring_cqe *cqe;
     unsigned head, n = 0;
     if (sq_flags(u) & IORING_SQ_CQ_OVERFLOW)
         r->stats.cq_overflows++;
-    io_uring_for_each_cqe(&u->ring, head, cqe) {
+    io_uring_for_each_cqe(&u->ring, head, cqe)
+    {
         n++;
         if (UD_TYPE(cqe->user_data) == UD_CONN)
             on_conn(r, UD_TOKEN(cqe->user_data), cqe->res, cqe->flags);
@@ -326,11 +348,13 @@ static unsigned harvest(struct azc_reactor *r) {
 
 /* ---- requests ---- */
 
-static void set_ud(struct io_uring_sqe *sqe, unsigned type, uint64_t token) {
+static void set_ud(struct io_uring_sqe *sqe, unsigned type, uint64_t token)
+{
     sqe->user_data = (uint64_t)type << 56 | token;
 }
 
-static bool cancel(struct azc_reactor *r, unsigned type, uint64_t token) {
+static bool cancel(struct azc_reactor *r, unsigned type, uint64_t token)
+{
     struct io_uring_sqe *sqe = get_sqe(r);
     if (!sqe)
         return false;
@@ -339,7 +363,8 @@ static bool cancel(struct azc_reactor *r, unsigned type, uint64_t token) {
     return true;
 }
 
-static bool arm(struct conn *c) {
+static bool arm(struct conn *c)
+{
     struct azc_reactor *r = c->r;
     struct io_uring_sqe *sqe = get_sqe(r);
     if (!sqe)
@@ -362,7 +387,8 @@ static bool arm(struct conn *c) {
     return true;
 }
 
-static bool send_request(struct conn *c) {
+static bool send_request(struct conn *c)
+{
     struct azc_reactor *r = c->r;
     struct sendq *sq = &c->q;
     struct gathered g;
@@ -395,7 +421,8 @@ later:
 }
 
 /* Bring one connection from what is wanted to what is asked of the kernel. False: try again. */
-static bool bring_up(struct conn *c) {
+static bool bring_up(struct conn *c)
+{
     struct azc_reactor *r = c->r;
     struct uring *u = uring_of(r);
     if (c->cancel_rq && c->rq && !c->cancel_rq_sent) {
@@ -414,7 +441,8 @@ static bool bring_up(struct conn *c) {
     return !sendq_ready(c) || u->no_send || send_request(c);
 }
 
-static void flush(struct azc_reactor *r) {
+static void flush(struct azc_reactor *r)
+{
     struct conn *c = r->dirty, *next;
     r->dirty = NULL;
     for (; c; c = next) {
@@ -428,7 +456,8 @@ static void flush(struct azc_reactor *r) {
 /* ---- turns ---- */
 
 /* EAGAIN and EBUSY: the kernel could not take more before completions are read. */
-static int relieve(struct azc_reactor *r) {
+static int relieve(struct azc_reactor *r)
+{
     r->stats.enters++;
     io_uring_get_events(&uring_of(r)->ring);
     if (!harvest(r))
@@ -436,7 +465,8 @@ static int relieve(struct azc_reactor *r) {
     return 0;
 }
 
-static int uring_wait(struct azc_reactor *r, int64_t timeout_ns) {
+static int uring_wait(struct azc_reactor *r, int64_t timeout_ns)
+{
     struct uring *u = uring_of(r);
     uint64_t deadline = timeout_ns > 0 ? now_ns() + (uint64_t)timeout_ns : 0;
     for (int round = 0;; round++) {
@@ -474,16 +504,19 @@ static int uring_wait(struct azc_reactor *r, int64_t timeout_ns) {
     }
 }
 
-static bool any_sendable(struct azc_reactor *r) {
+static bool any_sendable(struct azc_reactor *r)
+{
     for (struct conn *c = r->dirty; c; c = c->dirty_next)
         if (sendq_ready(c))
             return true;
     return false;
 }
 
-/* The end of a run: what is queued goes out as far as the sockets take it, then all but notifications
- * is cancelled and harvested; the rest of each queue is exact and waits for the next run. */
-static int uring_detach(struct azc_reactor *r) {
+/* The end of a run: what is queued goes out as far as the sockets take it, then all but
+ * notifications is cancelled and harvested; the rest of each queue is exact and waits for the next
+ * run. */
+static int uring_detach(struct azc_reactor *r)
+{
     struct uring *u = uring_of(r);
     if (!u || u->tid != gettid())
         return 0;
@@ -513,7 +546,8 @@ static int uring_detach(struct azc_reactor *r) {
     return u->inflight ? -EBUSY : 0;
 }
 
-static int uring_quiesce(struct conn *c) {
+static int uring_quiesce(struct conn *c)
+{
     struct azc_reactor *r = c->r;
     struct uring *u = uring_of(r);
     if (!u || (!c->armed && !c->rq))
@@ -534,12 +568,14 @@ static int uring_quiesce(struct conn *c) {
     return c->armed || c->rq ? -EBUSY : 0;
 }
 
-static int uring_drain(struct azc_reactor *r, int64_t timeout_ns) {
+static int uring_drain(struct azc_reactor *r, int64_t timeout_ns)
+{
     uint64_t deadline = now_ns() + (uint64_t)(timeout_ns > 0 ? timeout_ns : 0);
     struct uring *u = uring_of(r);
     bool mine = u->tid == gettid();
     if (!mine) {
-        int rc = uring_attach(r); /* a ring of our own, to wait in; the old one's debts are orphans */
+        int rc =
+            uring_attach(r); /* a ring of our own, to wait in; the old one's debts are orphans */
         if (rc < 0)
             return rc;
         u = uring_of(r);

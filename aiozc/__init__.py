@@ -6,7 +6,9 @@ Public names only; every one is documented where it is defined. Linux, CPython 3
 import sys as _sys
 
 if not _sys.platform.startswith("linux"):
-    raise ImportError("aiozc needs Linux (io_uring or epoll); on other systems use asyncio's own loop")
+    raise ImportError(
+        "aiozc needs Linux (io_uring or epoll); on other systems use asyncio's own loop"
+    )
 
 from ._version import __version__
 from .buffers import Frozen, frozen

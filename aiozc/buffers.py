@@ -50,7 +50,8 @@ def export(obj: Any) -> Any:
     if type(obj) is Frozen:
         obj = obj.obj
     try:
-        return _from_buffer(obj)
+        # A view of our own over the same memory: the caller may release his at once.
+        return _from_buffer(memoryview(obj) if type(obj) is memoryview else obj)
     except TypeError:
         raise TypeError(
             f"a bytes-like object is needed, not {type(obj).__name__!r}; "

@@ -20,10 +20,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 from asyncio import base_events, constants, sslproto
-from asyncio.transports import _FlowControlMixin  # type: ignore[attr-defined]
+from asyncio.transports import _FlowControlMixin
 from typing import Any
 
-__all__ = ["FlowControlMixin", "attach", "constants", "detach", "patch_stream_writer", "set_nodelay"]
+__all__ = [
+    "FlowControlMixin",
+    "attach",
+    "constants",
+    "detach",
+    "patch_stream_writer",
+    "set_nodelay",
+]
 
 FlowControlMixin: Any = _FlowControlMixin
 set_nodelay: Any = base_events._set_nodelay  # type: ignore[attr-defined]

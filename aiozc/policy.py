@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import hooks
 from .loop import EventLoop, new_event_loop
@@ -17,11 +17,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     _Base: Any = getattr(asyncio, "DefaultEventLoopPolicy", object)
 
-if TYPE_CHECKING:
-    _Base = asyncio.DefaultEventLoopPolicy
 
-
-class EventLoopPolicy(_Base):
+class EventLoopPolicy(_Base):  # type: ignore[misc]
     """A policy whose loops are aiozc's; making one also gives asyncio.StreamWriter its zc_* methods."""
 
     def __init__(self) -> None:

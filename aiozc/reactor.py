@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import os
 import selectors
-import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -272,9 +271,7 @@ class ReactorSelector(selectors.BaseSelector):
         self._wake: selectors.SelectorKey | None = None
         self._wake_conn: Any = None
 
-    def register(
-        self, fileobj: Any, events: int, data: Any = None
-    ) -> selectors.SelectorKey:
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         if self._wake is None and self._is_wakeup(fileobj):
             self._wake = selectors.SelectorKey(fileobj, fileobj, events, data)
             self._wake_conn = self._reactor.open(fileobj, lib.AZC_WAKE, None)

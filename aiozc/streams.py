@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from . import hooks
@@ -23,6 +23,10 @@ class StreamWriter(asyncio.StreamWriter):
     """For type checkers: what an asyncio.StreamWriter is on an aiozc loop. Never instantiated."""
 
     if TYPE_CHECKING:
+
+        def write(self, data: Sendable) -> None: ...
+
+        def writelines(self, data: Iterable[Sendable]) -> None: ...
 
         async def zc_send(self, data: Sendable) -> Result: ...
 

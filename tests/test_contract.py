@@ -977,8 +977,10 @@ def test_a_thousand_and_more_parts_pass_a_full_socket_in_order(run, forced_loop_
     # Case 6. Fails when: the iovec array or the message header is moved or reused while a request
     # that did not fit into the socket is still with the kernel.
     async def main() -> None:
-        async with stalled(sndbuf=SMALL_SNDBUF) as (peer, writer):
-            parts = [(1 + index % 230, 1 + (index * 37) % 3000) for index in range(1024)]
+        # A receive buffer of ordinary size: parts of odd sizes fill a tiny one so badly that it
+        # would hardly open its window again.
+        async with stalled(sndbuf=SMALL_SNDBUF, rcvbuf=None) as (peer, writer):
+            parts = [(1 + index % 230, 1 + (index * 37) % 3000) for index in range(1500)]
             op = writer.zc_submit([filled(value, size) for value, size in parts])
             await asyncio.sleep(PAUSE)
             assert not op.sent.done()
@@ -987,8 +989,6 @@ def test_a_thousand_and_more_parts_pass_a_full_socket_in_order(run, forced_loop_
             gc.collect()
             await asyncio.sleep(PAUSE)
             assert not any(thing.sent.done() for thing in (op, again, single[0], single[-1]))
-            # Parts of odd sizes fill the receiver's memory badly: it would hardly open its window.
-            set_rcvbuf(peer.peer, MIB)
             total = sum(size for _, size in parts)
             data = await peer.take(3 * total, pace=0.0005, step=60_000)
             assert_stream(data, parts * 3)
@@ -1525,6 +1525,48 @@ def test_a_failed_operation_that_nobody_awaited_logs_nothing(
         gc.collect()
     noise = [record.getMessage() for record in caplog.records]
     assert not [line for line in noise if "never retrieved" in line or "Exception" in line], noise
+
+
+@pytest.mark.parametrize("backend_pins", [False, True], ids=["queued", "pinned"])
+def test_a_closed_loop_locks_only_what_the_kernel_still_reads(
+    forced_loop_factory, backend, backend_pins
+) -> None:
+    # Fails when: loop.close() forgets operations that were never issued (their buffers would stay
+    # locked as long as somebody holds the operation), or unlocks those that it had to leak.
+    buffer, behind = filled(A, 4 * MIB), filled(B, 1000)
+
+    async def main() -> Any:
+        sock = peer.connect(sndbuf=LARGE_SNDBUF if backend_pins else SMALL_SNDBUF)
+        _, writer = await asyncio.open_connection(sock=sock)
+        if not backend_pins:
+            writer.write(b"C" * 4 * MIB)  # sent or snapshotted: no part of the buffers is issued
+            await asyncio.sleep(PAUSE)
+        ops = [writer.zc_submit(buffer), writer.zc_submit(behind)]
+        if backend_pins:
+            await soon(ops[0].sent)
+        else:
+            assert ops[0].state is ops[1].state is State.QUEUED
+        return writer, ops
+
+    with StalledReader() as peer:
+        loop = functools.partial(forced_loop_factory, zc_close_timeout=0.05)()
+        try:
+            writer, ops = loop.run_until_complete(main())
+            if not backend_pins:
+                assert_locked(buffer)
+                peer.reset()  # so that nothing is with the kernel when the loop is closed
+                time.sleep(0.05)
+            elif not is_released_with_sent(backend):
+                assert_locked(buffer)
+        finally:
+            loop.close()
+        if backend_pins and not is_released_with_sent(backend):
+            assert not ops[0].released.done()
+            assert_locked(buffer)
+        else:
+            assert_unlocked(buffer)
+            assert_unlocked(behind)
+        writer.transport.abort()
 
 
 # --- TLS ------------------------------------------------------------------------------------

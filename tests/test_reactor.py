@@ -253,7 +253,8 @@ def test_a_stalled_reader_lets_later_operations_be_sent_until_the_socket_is_full
             except TimeoutError:
                 break
         sent = sum(operation.sent.done() for operation in operations)
-        assert sent >= (200_000 // size if size > 1 else 1000)
+        # A pinned page is charged whole to the send buffer, however little of it is sent.
+        assert sent >= 200_000 // max(size, 1000)
         assert [o.sent.done() for o in operations] == [True] * sent + [False] * (
             len(operations) - sent
         )

@@ -6,13 +6,13 @@ the socket is, so that it can be bound again at once.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
+from asyncio import trsock
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-from asyncio import trsock
 
 from .. import hooks
 from .._reactor_c import lib
@@ -72,10 +72,8 @@ class Listener:
     def _accepted(self, fd: int) -> None:
         sock = socket.socket(self._sock.family, self._sock.type, self._sock.proto, fileno=fd)
         extra: dict[str, Any] = {}
-        try:
+        with contextlib.suppress(OSError):  # gone again: its transport will say so
             extra["peername"] = sock.getpeername()
-        except OSError:
-            pass  # gone again; its transport will say so
         sslcontext, server, _backlog, *timeouts = self._args
         self._loop.create_task(
             self._loop._accept_connection2(  # type: ignore[attr-defined]

@@ -74,6 +74,7 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
     _start_tls_compatible = True
     _sendfile_compatible = hooks.constants._SendfileMode.TRY_NATIVE
     _sock: socket.socket | None = None
+    _loop: Any
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
     ) -> None:
         self._reactor = loop._reactor
         self._conn: Any = _Gone()
-        super().__init__(extra, loop)
+        super().__init__(extra, loop)  # type: ignore[call-arg]
         self._extra["socket"] = trsock.TransportSocket(sock)
         for name, ask in (("sockname", sock.getsockname), ("peername", sock.getpeername)):
             if name == "peername" and name in self._extra:
@@ -331,7 +332,8 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         if isinstance(data, memoryview):
             if not data.c_contiguous:
                 return data.tobytes(), True
-            return _from_buffer(data), immutable(data)
+            # A view of our own: the caller may release his at once.
+            return _from_buffer(memoryview(data)), immutable(data)
         # A subclass of bytes may have a buffer of its own making only from 3.12 on; it is copied.
         return _from_buffer(data), False
 
@@ -444,7 +446,8 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
             raise RuntimeError("Cannot call zc_write() after write_eof()")
         if self._closing or self._conn_lost:
             raise ConnectionResetError(
-                errno.ECONNRESET, "the transport is closing: nothing was queued; open a new connection"
+                errno.ECONNRESET,
+                "the transport is closing: nothing was queued; open a new connection",
             )
         if self._empty_waiter is not None:
             raise RuntimeError("unable to write; sendfile is in progress")
