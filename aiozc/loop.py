@@ -166,11 +166,9 @@ class EventLoop(asyncio.SelectorEventLoop):
 
     def _stop_serving(self, sock: socket.socket) -> None:
         listener = self._listeners.get(sock.fileno())
-        if listener is None:
-            super()._stop_serving(sock)  # type: ignore[misc]
-        else:
+        if listener is not None:
             listener.close()
-            sock.close()
+        super()._stop_serving(sock)  # type: ignore[misc]  # closes it, and unlinks a Unix path
 
     # -- zero-copy --
 

@@ -235,6 +235,9 @@ class Reactor:
             if type(op) is Operation:
                 op._waiters.clear()  # nobody can be waiting: the loop does not run any more
         lib.azc_drain(self.native, int(self.settings.zc_close_timeout * 1e9))
+        for owner in list(self.conns.values()):
+            if owner is not None:
+                owner._loop_closed()  # what is queued, and not with the kernel, is given up
         self.conns.clear()
         while True:
             self.dispatch()

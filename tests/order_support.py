@@ -201,9 +201,7 @@ class Reader(threading.Thread):
         return await asyncio.to_thread(self.result, timeout)
 
 
-async def eventually(
-    condition: Callable[[], object], timeout: float = 5.0, what: str = ""
-) -> None:
+async def eventually(condition: Callable[[], object], timeout: float = 5.0, what: str = "") -> None:
     """Waits until `condition()` holds; the loop keeps running meanwhile."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -279,9 +277,7 @@ async def connect(
     """(transport, protocol, peer) on the running loop; the peer is a blocking socket."""
     ours, peer = connected_pair(family, **sizes)
     try:
-        transport, protocol = await asyncio.get_running_loop().create_connection(
-            factory, sock=ours
-        )
+        transport, protocol = await asyncio.get_running_loop().create_connection(factory, sock=ours)
     except BaseException:
         ours.close()
         peer.close()

@@ -15,7 +15,6 @@ import threading
 import time
 
 import pytest
-
 from order_support import (
     Reader,
     assert_prefix,
@@ -80,7 +79,7 @@ def test_turns_that_never_wait_still_see_what_arrives(run):
 
 def test_turns_that_never_wait_still_see_a_notification(run, forced_loop_factory):
     async def main():
-        _, writer, peer = await open_stream(sndbuf=1 << 20, rcvbuf=8192)
+        _, writer, peer = await open_stream(sndbuf=1 << 20, rcvbuf=65536)
         content = pattern(0, 300_000)
         operation = writer.zc_submit(content)
         await limited(operation.sent)
@@ -205,9 +204,7 @@ def test_the_calls_of_one_turn_leave_in_few_requests(run, forced_loop_factory, c
     run(main(), forced_loop_factory)
 
 
-def test_one_request_at_a_time_and_at_most_a_megabyte_is_issued(
-    run, backend, forced_loop_factory
-):
+def test_one_request_at_a_time_and_at_most_a_megabyte_is_issued(run, backend, forced_loop_factory):
     # What is queued behind a full socket is locked, not pinned.
     if backend != "uring":
         pytest.skip("nothing is ever pinned here")
@@ -241,8 +238,8 @@ def test_a_stalled_reader_lets_later_operations_be_sent_until_the_socket_is_full
 ):
     # CASES 12: whoever waits for each notification before the next send stops at the first.
     async def main():
-        _, writer, peer = await open_stream(sndbuf=1 << 20, rcvbuf=8192)
-        filler = pattern(99, 100_000)  # more than the peer's window: nothing behind it is acked
+        _, writer, peer = await open_stream(sndbuf=1 << 20, rcvbuf=65536)
+        filler = pattern(99, 300_000)  # more than the peer's window: nothing behind it is acked
         writer.zc_submit(filler)
         operations, pieces = [], []
         for index in range(2000 if size == 1 else 400):

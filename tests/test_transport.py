@@ -21,10 +21,8 @@ import warnings
 import weakref
 from pathlib import Path
 
-import aiozc
 import pytest
 import trustme
-
 from order_support import (
     OVERWRITTEN,
     Reader,
@@ -43,6 +41,8 @@ from order_support import (
     receive_now,
     reset,
 )
+
+import aiozc
 
 
 @pytest.fixture(params=["tcp", "unix"])
@@ -116,9 +116,7 @@ def test_received_data_is_bytes_that_stay_as_they_are(run, family):
     run(main())
 
 
-def test_sixty_four_megabytes_arrive_whole_through_random_pauses_and_none_while_paused(
-    run, family
-):
+def test_sixty_four_megabytes_arrive_whole_through_random_pauses_and_none_while_paused(run, family):
     class Pausing(Recorder):
         paused = False
         pauses = 0
@@ -239,9 +237,7 @@ def test_pausing_in_connection_made_keeps_the_first_data_back(run, family):
     async def main():
         ours, peer = connected_pair(family)
         peer.sendall(b"early")
-        transport, protocol = await asyncio.get_running_loop().create_connection(
-            Paused, sock=ours
-        )
+        transport, protocol = await asyncio.get_running_loop().create_connection(Paused, sock=ours)
         await asyncio.sleep(0.05)
         assert protocol.data == b""
         transport.resume_reading()
@@ -667,9 +663,7 @@ def test_writing_pauses_above_the_high_water_mark_and_resumes_below_the_low_one(
             self.size_at_resume = self.transport.get_write_buffer_size()
 
     async def main():
-        transport, protocol, peer = await connect(
-            Watching, family, sndbuf=16384, rcvbuf=16384
-        )
+        transport, protocol, peer = await connect(Watching, family, sndbuf=16384, rcvbuf=16384)
         transport.set_write_buffer_limits(high=200_000, low=50_000)
         content = pattern(0, 1 << 20)
         position = 0
@@ -1210,7 +1204,7 @@ def test_a_closed_server_accepts_no_more_but_keeps_its_connections(run, family):
             await asyncio.sleep(0.02)
             with pytest.raises(OSError):
                 await asyncio.to_thread(dial)
-            for number, (protocol, client) in enumerate(zip(protocols, clients, strict=True)):
+            for number, client in enumerate(clients):
                 client.sendall(b"still %d" % number)
             for protocol in protocols:
                 await eventually(lambda p=protocol: len(p.data) == 7)

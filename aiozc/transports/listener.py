@@ -55,6 +55,8 @@ class Listener:
         self._loop._listeners.pop(self._sock.fileno(), None)
         self._loop._reactor.close_conn(conn, errno.ECONNABORTED)
 
+    _loop_closed = close
+
     def _on_accept(self, res: int) -> None:
         if res >= 0:
             self._accepted(res)

@@ -195,15 +195,18 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
 
     def _start_reading(self) -> None:
         self._reading = True
-        if self.is_reading():
-            lib.azc_conn_start(self._conn)
+        self._receive(self.is_reading())
+
+    def _receive(self, wanted: bool) -> None:
+        if self._conn.token:
+            (lib.azc_conn_start if wanted else lib.azc_conn_stop)(self._conn)
 
     def pause_reading(self) -> None:
         if not self.is_reading():
             return
         self._paused = True
         self._review()
-        lib.azc_conn_stop(self._conn)
+        self._receive(False)
         if self._loop.get_debug():
             logger.debug("%r pauses reading", self)
 
@@ -215,7 +218,7 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
             self._loop.call_soon(self._deliver_held)
         self._review()
         if self._reading:
-            lib.azc_conn_start(self._conn)
+            self._receive(True)
         if self._loop.get_debug():
             logger.debug("%r resumes reading", self)
 
@@ -525,7 +528,7 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         self._closing = True
         self._held.clear()
         self._review()
-        lib.azc_conn_stop(self._conn)
+        self._receive(False)
         if self._conn.unsent or self._protocol_paused:
             # A paused protocol may write once more when it is resumed: TLS keeps its last records.
             _notify(self._conn, lib.AZC_NOTIFY_DRAINED)
@@ -574,6 +577,12 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         self._review()
         self._conn_lost += 1
         self._loop.call_soon(self._call_connection_lost, exc)
+
+    def _loop_closed(self) -> None:
+        """The loop ends with this transport open: as asyncio does, leave the socket to __del__."""
+        conn, self._conn = self._conn, _Gone()
+        self._conn_lost += 1
+        self._reactor.close_conn(conn, errno.ECONNABORTED)
 
     def _call_connection_lost(self, exc: BaseException | None) -> None:
         try:
