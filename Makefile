@@ -97,7 +97,7 @@ asan: $(ASAN)/.native
 	ASAN_OPTIONS=detect_leaks=0,abort_on_error=1 \
 	UBSAN_OPTIONS=halt_on_error=1,print_stacktrace=1 \
 	PYTHONMALLOC=malloc PYTHONSAFEPATH=1 \
-	$(ASAN_PY) -m pytest tests -m "not slow" $(ARGS)
+	$(ASAN_PY) -m pytest tests -m "not slow" --capture=sys $(ARGS)
 
 $(ASAN)/.native: $(NATIVE) $(PACKAGE) $(ASAN_DEPS)
 	rm -rf build/asan

@@ -74,6 +74,8 @@ static void retire_batch(struct azc_reactor *r)
 static int hand_out(struct azc_reactor *r)
 {
     uint32_t n = r->n_pending < AZC_EVENTS ? r->n_pending : AZC_EVENTS;
+    if (!n)
+        return 0;
     memcpy(r->out, r->pending, n * sizeof *r->out);
     r->n_pending -= n;
     if (r->n_pending)
@@ -448,7 +450,8 @@ static size_t send_now(struct conn *c, const char *extra, size_t n)
     struct iovec iov[65];
     if (g.parts > 64)
         return 0;
-    memcpy(iov, q->iov, g.parts * sizeof *iov);
+    if (g.parts)
+        memcpy(iov, q->iov, g.parts * sizeof *iov);
     struct msghdr m = {.msg_iov = iov, .msg_iovlen = g.parts};
     if (n)
         iov[m.msg_iovlen++] = (struct iovec){(void *)extra, n};

@@ -103,8 +103,9 @@ def open_descriptors() -> list[str]:
 # --- many operations at once -------------------------------------------------------------------
 
 
-def test_two_thousand_sends_to_a_stalled_reader_all_release_when_it_drains(
-    run, backend, forced_loop_factory
+@pytest.mark.parametrize("entries", [8, 8192])
+def test_two_thousand_sends_to_stalled_readers_all_release_when_they_drain(
+    run, backend, loop_factory, entries
 ):
     # CASES 22: every request leaves a notification behind, and all of them come in one burst.
     # Four connections: the page under each part is charged whole to its socket's send buffer.
@@ -137,11 +138,14 @@ def test_two_thousand_sends_to_a_stalled_reader_all_release_when_it_drains(
             await limited(writer.wait_closed())
         stats = loop.zc_stats()
         assert (stats.notifications_outstanding, stats.pinned_bytes) == (0, 0)
+        if backend == "uring":
+            assert (stats.cq_overflows > 0) == (entries == 8), stats
 
     async def wait(awaitable):
         await awaitable
 
-    run(main(), forced_loop_factory)
+    small = {"ring_entries": entries, "cq_entries": entries}
+    run(main(), lambda: loop_factory(adaptive=False, zc_threshold=0, **small))
 
 
 def test_two_thousand_sends_on_a_hundred_connections_in_one_turn_all_complete(
@@ -175,8 +179,9 @@ def test_two_thousand_sends_on_a_hundred_connections_in_one_turn_all_complete(
     run(main(), forced_loop_factory)
 
 
-def test_four_hundred_connections_made_at_once_are_all_served(run):
-    # Accepts, receives, sends and closes all overflow a completion queue of moderate size.
+@pytest.mark.parametrize("entries", [1, 8, 8192])
+def test_four_hundred_connections_made_at_once_are_all_served(run, loop_factory, entries):
+    # Accepts, receives, sends and closes all overflow a small submission or completion queue.
     async def main():
         async def serve(reader, writer):
             writer.write(await reader.readexactly(8))
@@ -199,7 +204,7 @@ def test_four_hundred_connections_made_at_once_are_all_served(run):
         server.close()
         await limited(server.wait_closed())
 
-    run(main())
+    run(main(), lambda: loop_factory(ring_entries=entries, cq_entries=entries))
 
 
 # --- close of transports -----------------------------------------------------------------------
@@ -788,6 +793,75 @@ def test_an_exit_out_of_one_protocol_costs_no_other_connection_its_data(
         for _, _, peer in made:
             peer.close()
         stalled.close()
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+def test_an_exit_while_held_back_data_is_delivered_loses_none_of_it(loop_factory, buffered):
+    # Data and end of file that arrived before a pause took effect wait in the transport.
+    content = pattern(0, 4 << 20)
+
+    class Pausing(Recorder):
+        exits = 0
+
+        def take(self, data):
+            super().data_received(data)
+            if self.exits < 20:
+                self.exits += 1
+                self.transport.pause_reading()
+                asyncio.get_running_loop().call_soon(self.resume_and_exit)
+
+        def resume_and_exit(self):
+            self.transport.resume_reading()
+            self.exiting = True
+
+        exiting = False
+
+        def received(self, data):
+            if self.exiting:
+                self.exiting = False
+                super().data_received(data)
+                raise SystemExit
+            self.take(data)
+
+    class Streaming(Pausing):
+        def data_received(self, data):
+            self.received(data)
+
+    class Buffered(Pausing, asyncio.BufferedProtocol):
+        def get_buffer(self, sizehint):
+            self.memory = bytearray(5000)
+            return self.memory
+
+        def buffer_updated(self, count):
+            self.received(self.memory[:count])
+
+    with closing(loop_factory()) as loop:
+
+        async def begin():
+            return await connect(Buffered if buffered else Streaming)
+
+        async def finish():
+            await eventually(lambda: protocol.lost, 10, f"the end; {len(protocol.data)} bytes")
+
+        _, protocol, peer = loop.run_until_complete(begin())
+        sender = threading.Thread(
+            target=lambda: (peer.sendall(content), peer.shutdown(socket.SHUT_WR)), daemon=True
+        )
+        sender.start()
+        exits = 0
+        while not protocol.lost:
+            try:
+                loop.run_until_complete(finish())
+            except SystemExit:
+                exits += 1
+        sender.join(5)
+        assert exits > 5
+        assert_same_stream(content, bytes(protocol.data))
+        assert protocol.calls.count("eof_received") == 1
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        peer.close()
 
 
 def test_a_run_that_is_stopped_in_mid_turn_keeps_what_had_arrived(loop_factory):

@@ -40,8 +40,15 @@ SLOW = max(500, QUICK)
 LIMIT = float(os.environ.get("AIOZC_ORDER_LIMIT", "20"))  # seconds an example may take to arrive
 BUDGET = 12 << 20  # bytes per example: a few 8 MiB pieces would otherwise be most of the run time
 
-# How zero-copy is used: for everything, as the loop sees fit, not at all.
-MODES = {"forced": {"adaptive": False, "zc_threshold": 0}, "auto": {}, "off": {"zerocopy": "off"}}
+# How zero-copy is used: for everything, also in small requests through queues that overflow, as
+# the loop sees fit, not at all.
+FORCED = {"adaptive": False, "zc_threshold": 0}
+MODES = {
+    "forced": FORCED,
+    "small": {**FORCED, "max_request": 4096, "ring_entries": 2, "cq_entries": 4},
+    "auto": {},
+    "off": {"zerocopy": "off"},
+}
 
 # "frozen" is a bytearray that the test promises not to change: never overwritten.
 KINDS = ("bytes", "view of bytes", "frozen", "bytearray", "view", "read-only view", "array")
@@ -111,7 +118,7 @@ class Plan:
         return BUDGET
 
 
-def plans(family=("tcp", "tcp", "tcp", "unix"), modes=("forced", "forced", "auto", "off")):
+def plans(family=("tcp", "tcp", "tcp", "unix"), modes=("forced", "forced", "small", "auto", "off")):
     step = st.one_of(
         st.tuples(st.just("write"), PIECE),
         st.tuples(st.just("write"), PIECE),
@@ -325,7 +332,7 @@ def check_fall_back(backend, loop_factory, count: int) -> None:
     totals = {"fallbacks": 0, "requests": 0}
 
     @examples(count)
-    @given(plans(family=("tcp",), modes=("forced",)), st.sampled_from([2, 3]))
+    @given(plans(family=("tcp",), modes=("forced", "small")), st.sampled_from([2, 3]))
     def property_holds(plan, every):
         stats = run_plan(plan, loop_factory, fault=every)
         fallbacks = sum(stats.fallbacks.values())

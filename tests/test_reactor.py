@@ -7,6 +7,7 @@ Owns tests by counters. They say nothing about contents (`test_order.py`) and co
 from __future__ import annotations
 
 import asyncio
+import collections
 import fcntl
 import os
 import struct
@@ -319,19 +320,20 @@ def check_pinned_memory(run, backend, forced_loop_factory, part: int, seconds: f
         async def produce():
             nonlocal operations
             content = pattern(0, part)
-            ahead: list = []
+            ahead: collections.deque = collections.deque()
             while time.monotonic() < stop:
+                while ahead and ahead[0].sent.done():
+                    ahead.popleft()
                 # A queue that never runs empty: that is when notifications starve.
-                while sum(not operation.sent.done() for operation in ahead) * part < 4 << 20:
-                    for _ in range(max(1, (1 << 20) // part)):
-                        ahead.append(writer.zc_submit(content))
-                        operations += 1
-                    ahead = [operation for operation in ahead if not operation.sent.done()]
+                while len(ahead) * part < 4 << 20:
+                    ahead.append(writer.zc_submit(content))
+                    operations += 1
                 await asyncio.sleep(0.002)
 
         async def sample():
             while time.monotonic() < stop:
                 await asyncio.sleep(0.02)
+                await asyncio.sleep(0)  # now first in its turn: completions were read just before
                 # The kernel's figure first: it can only shrink until the second is read.
                 unacked = unacknowledged(writer)
                 samples.append((stats().pinned_bytes, unacked))

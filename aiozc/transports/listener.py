@@ -7,6 +7,7 @@ the socket is, so that it can be bound again at once.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import errno
 import os
 import socket
@@ -24,7 +25,7 @@ _NO_RESOURCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Listener:
-    __slots__ = ("_args", "_conn", "_factory", "_loop", "_sock", "_timer")
+    __slots__ = ("_args", "_conn", "_factory", "_loop", "_run", "_sock", "_timer")
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class Listener:
         self._sock = sock
         self._args = args  # sslcontext, server, backlog, ssl timeouts: as asyncio passes them
         self._timer: Any = None
+        self._run = contextvars.copy_context().run  # what connections are served in
         self._conn: Any = loop._reactor.open(sock.fileno(), lib.AZC_LISTEN, self)
 
     def start(self) -> None:
@@ -59,7 +61,7 @@ class Listener:
 
     def _on_accept(self, res: int) -> None:
         if res >= 0:
-            self._accepted(res)
+            self._run(self._accepted, res)
             return
         error = OSError(-res, os.strerror(-res))
         context = {"exception": error, "socket": trsock.TransportSocket(self._sock)}
