@@ -1,0 +1,252 @@
+/* test_queue.c - the send queue and the operation table without a kernel: the test is the backend.
+ *
+ * Compiled and run by tests/test_native.py with the sources in _native/. Each check prints what
+ * broke and ends the program with 1. A fake backend takes requests by hand, so results can come in
+ * any order.
+ */
+#include "internal.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define CHECK(x)                                                                                   \
+    do {                                                                                           \
+        if (!(x)) {                                                                                \
+            fprintf(stderr, "%s:%d: not true: %s\n", __func__, __LINE__, #x);                      \
+            exit(1);                                                                               \
+        }                                                                                          \
+    } while (0)
+
+static azc_reactor *make(uint64_t max_request)
+{
+    int err;
+    azc_config cfg = {.backend = AZC_EPOLL,
+                      .zerocopy = 1,
+                      .max_request = max_request,
+                      .zc_transport_cap = UINT64_MAX / 4,
+                      .zc_loop_cap = UINT64_MAX / 4};
+    azc_reactor *r = azc_open(&cfg, &err);
+    CHECK(r);
+    return r;
+}
+
+static struct conn *connection(azc_reactor *r)
+{
+    azc_conn *pub = azc_conn_open(r, -1, AZC_STREAM);
+    CHECK(pub);
+    pub->zc_ok = 1;
+    pub->zc_threshold = 0;
+    return (struct conn *)((char *)pub - offsetof(struct conn, pub));
+}
+
+static struct req *issue(struct conn *c)
+{
+    struct gathered g;
+    CHECK(sendq_ready(c));
+    CHECK(sendq_gather(c, &g) == 0);
+    struct req *q = req_new(c, &g);
+    CHECK(q && c->rq == q);
+    return q;
+}
+
+static char memory[1 << 20];
+
+static uint32_t released_events(azc_reactor *r)
+{
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < r->n_pending; i++)
+        n += r->pending[i].kind == AZC_EV_RELEASED;
+    return n;
+}
+
+/* A notification before, instead of, and long after the completion it belongs to. */
+static void notifications_in_any_order(void)
+{
+    azc_reactor *r = make(1000);
+    struct conn *c = connection(r);
+    azc_op *a = azc_submit_one(&c->pub, memory, 1000);
+    azc_op *b = azc_submit_one(&c->pub, memory, 1000);
+    CHECK(a->state == AZC_QUEUED && c->pub.unsent == 2000);
+    struct req *qa = issue(c);
+    uint64_t token_a = qa->slot.token;
+    CHECK(a->state == AZC_ISSUED && b->state == AZC_QUEUED && c->pub.pinned == 1000);
+    req_first(qa, 1000, true);
+    CHECK(a->state == AZC_SENT && c->pub.unsent == 1000 && c->pub.pinned == 1000);
+    struct req *qb = issue(c);
+    req_notif(qb, true, false); /* unannounced: before its first completion */
+    CHECK(b->state == AZC_ISSUED && released_events(r) == 0);
+    req_first(qb, 1000, true);
+    CHECK(b->state == AZC_RELEASED && a->state == AZC_SENT && released_events(r) == 1);
+    CHECK(c->pub.pinned == 1000);
+    /* The slot of b's request is used again: its late duplicate must find nothing. */
+    azc_op *d = azc_submit_one(&c->pub, memory, 10);
+    struct req *qd = issue(c);
+    CHECK(qd->slot.token != token_a && table_get(&r->reqs, token_a) == qa);
+    req_notif(qa, true, true);
+    CHECK(a->state == AZC_RELEASED && a->path == AZC_PATH_COPIED);
+    CHECK(table_get(&r->reqs, token_a) == NULL);
+    CHECK(d->state == AZC_ISSUED && c->pub.pinned == 10);
+    req_first(qd, 10, true);
+    req_notif(qd, true, false);
+    CHECK(c->pub.pinned == 0 && r->reqs.live == 0 && r->stats.notifications_outstanding == 0);
+    CHECK(released_events(r) == 3);
+}
+
+static void short_results_stay_at_the_head(void)
+{
+    azc_reactor *r = make(1 << 20);
+    struct conn *c = connection(r);
+    azc_op *op = azc_submit_one(&c->pub, memory, 5000);
+    CHECK(sendq_copy(c, "tail", 4) == 0);
+    struct req *q = issue(c);
+    CHECK(c->q.in_request == 2);
+    req_first(q, 1234, true);
+    CHECK(op->sent == 1234 && c->pub.unsent == 5004 - 1234 && c->pub.pinned == 1234);
+    CHECK(sendq_at(&c->q, 0)->base == memory + 1234);
+    struct req *rest = issue(c);
+    req_notif(q, true, false);
+    CHECK(op->state == AZC_ISSUED); /* the second request still reads it */
+    req_first(rest, 5004 - 1234, true);
+    CHECK(op->state == AZC_SENT && c->pub.unsent == 0 && c->q.count == 0);
+    req_notif(rest, true, false);
+    CHECK(op->state == AZC_RELEASED && c->pub.pinned == 0);
+}
+
+static void what_fell_back_goes_by_copying_then_zero_copy_resumes(void)
+{
+    azc_reactor *r = make(1000);
+    struct conn *c = connection(r);
+    azc_op *op = azc_submit_one(&c->pub, memory, 3000);
+    req_first(issue(c), -ENOMEM, true); /* an error may carry F_MORE: a notification follows */
+    CHECK(r->stats.fallbacks[AZC_FALLBACK_ENOMEM] == 1 && op->sent == 0 && c->pub.unsent == 3000);
+    struct req *copy = issue(c);
+    CHECK(!copy->zc && copy->bytes == 1000 && c->pub.pinned == 0);
+    req_first(copy, 1000, false);
+    CHECK(op->sent == 1000);
+    struct req *again = issue(c);
+    CHECK(again->zc && c->pub.pinned == 1000);
+    req_first(again, -EOPNOTSUPP, false);
+    CHECK(!c->pub.zc_ok && c->pub.pinned == 0);
+    req_first(issue(c), 1000, false);
+    req_first(issue(c), 1000, false);
+    CHECK(op->sent == 3000);
+    CHECK(op->state == AZC_SENT); /* the failed first request's notification is still owed */
+    CHECK(released_events(r) == 0);
+}
+
+static void an_error_fails_once_and_releases_last(void)
+{
+    azc_reactor *r = make(1000);
+    struct conn *c = connection(r);
+    azc_op *a = azc_submit_one(&c->pub, memory, 1500);
+    azc_op *b = azc_submit_one(&c->pub, memory, 10);
+    a->want_sent = b->want_sent = 1;
+    struct req *first = issue(c);
+    req_first(first, 1000, true);
+    struct req *second = issue(c);
+    req_first(second, -EPIPE, true);
+    CHECK(c->pub.error == -EPIPE && c->pub.unsent == 0 && c->q.count == 0);
+    CHECK(a->state == AZC_FAILED && a->error == -EPIPE && a->sent == 1000);
+    CHECK(b->state == AZC_FAILED && b->sent == 0);
+    CHECK(released_events(r) ==
+          0); /* the second request covered both, and its notification is owed */
+    req_notif(second, true, false);
+    CHECK(released_events(r) == 1 && b->pins == 0 && a->pins == 1);
+    req_notif(first, true, false);
+    CHECK(released_events(r) == 2 && c->pub.pinned == 0 && r->stats.pinned_bytes == 0);
+    CHECK(r->stats.queued_bytes == 0);
+}
+
+static void withdraw_only_what_was_never_issued(void)
+{
+    azc_reactor *r = make(1000);
+    struct conn *c = connection(r);
+    azc_op *a = azc_submit_one(&c->pub, memory, 1500);
+    azc_op *b = azc_submit_one(&c->pub, memory, 700);
+    azc_op *d = azc_submit_one(&c->pub, memory, 300);
+    struct req *q = issue(c);
+    CHECK(!azc_withdraw(&c->pub, a));
+    CHECK(azc_withdraw(&c->pub, b));
+    CHECK(c->pub.unsent == 1800 && r->stats.queued_bytes == 1800);
+    req_first(q, 1000, false);
+    struct req *rest = issue(c);
+    CHECK(rest->bytes == 800 && rest->n_ops == 2 && rest->ops[0] == a && rest->ops[1] == d);
+    req_first(rest, 800, false);
+    CHECK(released_events(r) == 2 && c->pub.unsent == 0);
+}
+
+static void small_writes_become_one_part_but_never_within_a_request(void)
+{
+    azc_reactor *r = make(1 << 20);
+    struct conn *c = connection(r);
+    for (int i = 0; i < 10; i++)
+        CHECK(sendq_copy(c, memory, 20) == 0);
+    CHECK(c->q.count == 1 && sendq_at(&c->q, 0)->len == 200);
+    struct req *q = issue(c);
+    CHECK(sendq_copy(c, memory, 20) == 0);
+    CHECK(c->q.count == 2 && sendq_at(&c->q, 0)->len == 200 && c->q.in_request == 1);
+    req_first(q, 200, false);
+    CHECK(c->q.count == 1 && c->pub.unsent == 20);
+    for (int i = 0; i < 3000; i++)
+        CHECK(sendq_copy(c, memory, 100) == 0);
+    CHECK(c->q.count < 40 && c->pub.unsent == 20 + 300000);
+    while (c->q.count) {
+        struct req *next = issue(c);
+        req_first(next, (int32_t)next->bytes, false);
+    }
+    CHECK(r->stats.queued_bytes == 0);
+}
+
+static void end_of_record_each_64_kib(void)
+{
+    azc_reactor *r = make(1 << 20);
+    struct conn *c = connection(r);
+    uint64_t since = 0;
+    for (int i = 0; i < 200; i++) {
+        struct gathered g;
+        azc_submit_one(&c->pub, memory, 4000);
+        CHECK(sendq_gather(c, &g) == 0 && g.zc);
+        since += g.bytes;
+        CHECK(g.eor == (since >= EOR_BYTES));
+        if (g.eor)
+            since = 0;
+        req_first(req_new(c, &g), 4000, false);
+    }
+}
+
+static void tokens_of_freed_slots_are_stale(void)
+{
+    struct table t;
+    table_init(&t, 128);
+    void *held[1000];
+    uint64_t tokens[1000];
+    for (int round = 0; round < 5; round++) {
+        for (int i = 0; i < 1000; i++) {
+            held[i] = table_new(&t);
+            tokens[i] = ((struct slot *)held[i])->token;
+            CHECK(tokens[i] && tokens[i] >> 56 == 0 && table_get(&t, tokens[i]) == held[i]);
+        }
+        for (int i = 0; i < 1000; i++) {
+            table_free(&t, held[i]);
+            CHECK(table_get(&t, tokens[i]) == NULL);
+        }
+    }
+    CHECK(t.live == 0 && table_get(&t, 12345678) == NULL);
+    table_destroy(&t);
+}
+
+int main(void)
+{
+    memset(memory, 7, sizeof memory);
+    notifications_in_any_order();
+    short_results_stay_at_the_head();
+    what_fell_back_goes_by_copying_then_zero_copy_resumes();
+    an_error_fails_once_and_releases_last();
+    withdraw_only_what_was_never_issued();
+    small_writes_become_one_part_but_never_within_a_request();
+    end_of_record_each_64_kib();
+    tokens_of_freed_slots_are_stale();
+    return 0;
+}
