@@ -1,0 +1,118 @@
+"""Each private part of asyncio that aiozc touches, against the Python that runs: a name that moved fails
+here, by its name, and not in somebody's server."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import subprocess
+import sys
+from asyncio import base_events, constants, sslproto, transports
+from typing import Any
+
+import pytest
+
+from aiozc import hooks
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_accept_connection2",
+        "_ensure_fd_no_transport",
+        "_make_socket_transport",
+        "_make_ssl_transport",
+        "_process_events",
+        "_start_serving",
+        "_stop_serving",
+    ],
+)
+def test_the_loop_methods_that_are_overridden_or_called_exist(name: str) -> None:
+    assert callable(getattr(asyncio.SelectorEventLoop, name))
+
+
+@pytest.mark.parametrize("name", ["_make_socket_transport", "_make_ssl_transport", "_start_serving"])
+def test_overridden_methods_take_what_asyncio_passes(name: str) -> None:
+    import aiozc
+
+    ours = inspect.signature(getattr(aiozc.EventLoop, name)).parameters
+    theirs = inspect.signature(getattr(asyncio.SelectorEventLoop, name)).parameters
+    assert set(theirs) <= set(ours), "asyncio passes something new"
+
+
+def test_a_loop_has_the_attributes_that_transports_use() -> None:
+    loop = asyncio.SelectorEventLoop()
+    try:
+        assert hasattr(loop, "_ready")
+        assert hasattr(loop, "_transports")
+        assert loop._ssock.fileno() >= 0  # type: ignore[attr-defined]
+    finally:
+        loop.close()
+
+
+def test_the_flow_control_mixin_pauses_and_resumes() -> None:
+    calls: list[str] = []
+
+    class Protocol(asyncio.Protocol):
+        def pause_writing(self) -> None:
+            calls.append("pause")
+
+        def resume_writing(self) -> None:
+            calls.append("resume")
+
+    class Transport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignore[misc]
+        size = 0
+
+        def get_write_buffer_size(self) -> int:
+            return self.size
+
+    loop = asyncio.new_event_loop()
+    try:
+        transport: Any = Transport(None, loop)
+        transport._protocol = Protocol()
+        transport._set_write_buffer_limits(high=10, low=5)
+        assert (transport._high_water, transport._low_water) == (10, 5)
+        transport.size = 11
+        transport._maybe_pause_protocol()
+        assert transport._protocol_paused
+        transport.size = 5
+        transport._maybe_resume_protocol()
+        assert calls == ["pause", "resume"]
+    finally:
+        loop.close()
+
+
+def test_servers_count_their_transports() -> None:
+    parameters = inspect.signature(base_events.Server._attach).parameters  # type: ignore[attr-defined]
+    assert len(parameters) in (1, 2)
+    assert hooks._ATTACH_TAKES_TRANSPORT == (sys.version_info >= (3, 13))
+
+
+def test_tls_has_the_parts_that_zero_copy_on_it_reads() -> None:
+    source = inspect.getsource(sslproto.SSLProtocol)
+    assert "self._transport" in source
+    assert "self._write_buffer_size" in source
+    assert "_ssl_protocol" in inspect.getsource(sslproto._SSLProtocolTransport)
+
+
+def test_the_constants_are_there() -> None:
+    assert constants.ACCEPT_RETRY_DELAY > 0
+    assert constants.LOG_THRESHOLD_FOR_CONNLOST_WRITES > 0
+    assert constants._SendfileMode.TRY_NATIVE
+    assert transports._FlowControlMixin is hooks.FlowControlMixin
+
+
+def test_stream_writer_gets_the_methods_once_and_keeps_its_own() -> None:
+    script = (
+        "import asyncio\n"
+        "before = set(vars(asyncio.StreamWriter))\n"
+        "import aiozc\n"
+        "assert set(vars(asyncio.StreamWriter)) == before, 'importing must change nothing'\n"
+        "aiozc.new_event_loop().close()\n"
+        "added = set(vars(asyncio.StreamWriter)) - before\n"
+        "assert added == {'zc_send', 'zc_submit', 'zc_drain'}, added\n"
+        "first = asyncio.StreamWriter.zc_send\n"
+        "aiozc.new_event_loop().close()\n"
+        "assert asyncio.StreamWriter.zc_send is first\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
