@@ -26,6 +26,7 @@
 #define AZC_STREAM 1
 #define AZC_LISTEN 2
 #define AZC_POLL 3 /* a selector's descriptor: AZC_FIRED_POLL */
+#define AZC_DATAGRAM 5
 #define AZC_WAKE 4 /* the loop's wake-up descriptor: AZC_FIRED_WAKE */
 
 /* Kinds of event; `token` names a connection for the first three, an operation for the others. */
@@ -34,6 +35,8 @@
 #define AZC_EV_WRITE 3    /* `arg`: AZC_NOTIFY_*; res < 0: the errno that ended sending */
 #define AZC_EV_SENT 4     /* operation: last byte accepted (only when want_sent is set) */
 #define AZC_EV_RELEASED 5 /* operation: its memory is free; the azc_op is valid until next wait */
+#define AZC_EV_DATAGRAM 6 /* like RECV; the buffer begins with an azc_datagram and its address */
+#define AZC_EV_REFUSED 7  /* sending a datagram failed with res < 0; it is dropped */
 
 /* What azc_wait answers: a number of events (low 16 bits), and these. */
 #define AZC_FIRED_EVENTS 65535
@@ -97,6 +100,16 @@ typedef struct azc_event {
     uint16_t kind;
     uint16_t arg;
 } azc_event;
+
+/* How a received datagram lies in its buffer: as the kernel's multishot recvmsg writes it. The
+ * address has AZC_NAME_MAX bytes of room, the payload follows it. */
+#define AZC_NAME_MAX 128
+typedef struct azc_datagram {
+    uint32_t namelen;
+    uint32_t controllen;
+    uint32_t payloadlen;
+    uint32_t flags;
+} azc_datagram;
 
 /* One zero-copy operation as its caller sees it; written by the reactor, except want_sent. */
 typedef struct azc_op {
@@ -202,6 +215,7 @@ int azc_conn_close(azc_conn *c, int error);
 
 /* Sending. */
 int azc_write(azc_conn *c, const char *p, size_t n, int by_reference);
+int azc_sendto(azc_conn *c, const char *p, size_t n, const char *name, size_t namelen);
 azc_op *azc_submit(azc_conn *c, const azc_iov *parts, size_t n);
 azc_op *azc_submit_one(azc_conn *c, const char *p, size_t n);
 int azc_withdraw(azc_conn *c, azc_op *op);

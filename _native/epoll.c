@@ -19,6 +19,7 @@
 
 #define BATCH 256
 #define ACCEPT_BURST 128      /* connections taken from one listener a turn */
+#define DATAGRAM_BURST 32     /* datagrams read from one socket a turn */
 #define SEND_BURST (4u << 20) /* bytes one socket sends a turn before others have theirs */
 
 struct ep {
@@ -52,7 +53,7 @@ static void epoll_destroy(struct azc_reactor *r)
 static bool named(const azc_event *ev, uint32_t n, uint32_t buffer)
 {
     for (uint32_t i = 0; i < n; i++)
-        if (ev[i].kind == AZC_EV_RECV && ev[i].res > 0 && ev[i].arg == buffer)
+        if (holds_buffer(&ev[i]) && ev[i].arg == buffer)
             return true;
     return false;
 }
@@ -119,6 +120,8 @@ static void set_mask(struct conn *c)
         c->want_recv = false;
         if (c->pub.kind == AZC_LISTEN)
             emit(c->r, c->pub.token, AZC_EV_ACCEPT, error, 0);
+        else if (c->pub.kind == AZC_DATAGRAM)
+            emit(c->r, c->pub.token, AZC_EV_DATAGRAM, error, 0);
         else
             emit(c->r, c->pub.token, AZC_EV_RECV, error, 0);
         return;
@@ -136,6 +139,8 @@ static void flush(struct azc_reactor *r)
         if (c->closed)
             continue;
         send_some(c);
+        if (c->dq.head)
+            dgramq_flush(c);
         set_mask(c);
     }
 }
@@ -159,6 +164,33 @@ static void receive(struct conn *c)
         c->want_recv = false;
         emit(r, c->pub.token, AZC_EV_RECV, -errno, 0);
         mark_dirty(c);
+    }
+}
+
+/* Lay them out as the kernel's multishot recvmsg does. */
+static void receive_datagrams(struct conn *c)
+{
+    struct azc_reactor *r = c->r;
+    struct ep *e = ep_of(r);
+    for (int i = 0; i < DATAGRAM_BURST && e->n_free && c->want_recv; i++) {
+        uint16_t buffer = e->free[e->n_free - 1];
+        char *at = r->bufs + buffer * r->buf_stride;
+        size_t head = sizeof(azc_datagram) + AZC_NAME_MAX;
+        struct iovec iov = {at + head, r->buf_size - head};
+        struct msghdr m = {.msg_name = at + sizeof(azc_datagram),
+                           .msg_namelen = AZC_NAME_MAX,
+                           .msg_iov = &iov,
+                           .msg_iovlen = 1};
+        ssize_t n = recvmsg(c->pub.fd, &m, MSG_DONTWAIT);
+        if (n < 0) {
+            if (errno != EAGAIN && errno != EINTR)
+                emit(r, c->pub.token, AZC_EV_DATAGRAM, -errno, 0);
+            return;
+        }
+        azc_datagram d = {.namelen = m.msg_namelen, .payloadlen = (uint32_t)n};
+        memcpy(at, &d, sizeof d);
+        e->n_free--;
+        emit(r, c->pub.token, AZC_EV_DATAGRAM, (int32_t)(head + (size_t)n), buffer);
     }
 }
 
@@ -188,12 +220,16 @@ static void ready(struct azc_reactor *r, const struct epoll_event *ev)
     if (c->want_out && (broken || ev->events & EPOLLOUT)) {
         c->want_out = false;
         send_some(c);
+        if (c->dq.head)
+            dgramq_flush(c);
         mark_dirty(c);
     }
     if (!c->want_recv || c->eof || !(broken || ev->events & EPOLLIN))
         return;
     if (c->pub.kind == AZC_STREAM)
         receive(c);
+    else if (c->pub.kind == AZC_DATAGRAM)
+        receive_datagrams(c);
     else if (c->pub.kind == AZC_LISTEN)
         accept_some(c);
     else
@@ -249,8 +285,10 @@ static int epoll_wait_turn(struct azc_reactor *r, int64_t timeout_ns)
 static int epoll_detach(struct azc_reactor *r)
 {
     for (struct conn *c = r->dirty; c; c = c->dirty_next)
-        if (!c->closed)
+        if (!c->closed) {
             send_some(c);
+            dgramq_flush(c);
+        }
     return 0;
 }
 

@@ -120,11 +120,29 @@ struct gathered {
     bool zc, eor;
 };
 
+/* ---- dgramq.c ---- */
+
+struct dgram { /* lies in a chunk: one datagram, its address, its bytes */
+    struct chunk *chunk;
+    struct dgram *next;
+    size_t len;
+    uint32_t namelen;
+    char name[AZC_NAME_MAX];
+    char data[];
+};
+
+struct dgramq {
+    struct dgram *head, *tail;
+    uint32_t count;
+    struct msghdr recv_msg; /* for the multishot recvmsg: only its lengths are read */
+};
+
 struct conn {
     struct slot slot;
     azc_conn pub;
     struct azc_reactor *r;
     struct sendq q;
+    struct dgramq dq;
     struct req *rq;  /* the one request that is not yet sent */
     uint32_t notifs; /* requests not yet released */
     struct conn *dirty_next;
@@ -132,7 +150,8 @@ struct conn {
     bool want_recv, armed, cancelling, eof;
     bool cancel_rq, cancel_rq_sent;
     bool last_eor;
-    bool want_out; /* epoll: the socket was full */
+    bool want_out;  /* the socket was full: wait until it is writable */
+    bool out_armed; /* uring: a poll for that is with the kernel */
     uint32_t ep_mask;
     bool closed;
     int orphan_fd;
@@ -193,6 +212,8 @@ void req_first(struct req *q, int32_t res, bool more);
 void req_notif(struct req *q, bool reported, bool copied);
 void req_drop(struct req *q);
 
+void sendq_queued(struct conn *c, uint64_t n);
+void sendq_unqueued(struct conn *c, uint64_t n);
 int sendq_push(struct conn *c, const char *base, size_t len, azc_op *op);
 int sendq_copy(struct conn *c, const char *base, size_t len);
 int sendq_gather(struct conn *c, struct gathered *g);
@@ -201,6 +222,14 @@ void sendq_drop(struct conn *c, int error);
 bool sendq_remove(struct conn *c, azc_op *op);
 void sendq_destroy(struct conn *c);
 
+int dgramq_push(struct conn *c, const char *p, size_t n, const char *name, size_t namelen);
+void dgramq_flush(struct conn *c);
+void dgramq_drop(struct conn *c);
+
+static inline bool holds_buffer(const azc_event *e)
+{
+    return (e->kind == AZC_EV_RECV || e->kind == AZC_EV_DATAGRAM) && e->res > 0;
+}
 /* Has the turn something for Python? */
 static inline bool anything(const struct azc_reactor *r)
 {

@@ -60,7 +60,7 @@ static void retire_batch(struct azc_reactor *r)
 {
     for (uint32_t i = 0; i < r->n_out; i++) {
         azc_event *e = &r->out[i];
-        if (e->kind == AZC_EV_RECV && e->res > 0) {
+        if (holds_buffer(e)) {
             r->be->recycle(r, e->arg);
         } else if (e->kind == AZC_EV_RELEASED) {
             struct op *o = table_get(&r->ops, e->token);
@@ -136,7 +136,7 @@ void conn_send_failed(struct conn *c, int error)
 
 void conn_maybe_free(struct conn *c)
 {
-    if (!c->closed || c->rq || c->armed || c->notifs)
+    if (!c->closed || c->rq || c->armed || c->out_armed || c->notifs)
         return;
     unmark_dirty(c);
     if (c->orphan_fd >= 0)
@@ -150,7 +150,7 @@ void conn_maybe_free(struct conn *c)
 static int map_buffers(struct azc_reactor *r)
 {
     r->n_bufs = r->cfg.recv_buffers;
-    r->buf_size = 64u << 10;
+    r->buf_size = (64u << 10) + 512; /* the largest datagram, with its header and address */
     /* Not a power of two apart: buffers that start in the same cache sets evict each other. */
     r->buf_stride = r->buf_size + 2048;
     r->bufs_bytes = r->n_bufs * r->buf_stride;
@@ -213,7 +213,7 @@ static void forget_parent(struct azc_reactor *r)
         struct conn *c = table_at(&r->conns, i);
         if (!c)
             continue;
-        c->armed = c->cancelling = false;
+        c->armed = c->cancelling = c->out_armed = false;
         c->ep_mask = 0;
         if (c->pub.unsent)
             conn_send_failed(c, -ECANCELED);
@@ -291,6 +291,7 @@ int azc_close(azc_reactor *r)
         if (!c)
             continue;
         sendq_drop(c, -ECONNABORTED);
+        dgramq_drop(c);
         sendq_destroy(c);
         if (c->orphan_fd >= 0)
             close(c->orphan_fd);
@@ -360,6 +361,7 @@ azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind)
     c->pub.high = c->pub.low = SEND_NOW;
     c->pub.zc_threshold = r->cfg.zc_threshold;
     c->pub.zc_cap = r->cfg.zc_transport_cap;
+    c->dq.recv_msg.msg_namelen = AZC_NAME_MAX;
     if (kind == AZC_STREAM) {
         r->stats.connections++;
         c->pub.zc_ok = r->cfg.backend == AZC_URING && r->cfg.zerocopy && can_zero_copy(fd);
@@ -410,6 +412,7 @@ int azc_conn_abort(azc_conn *pub, int error)
         c->pub.error = error;
     c->cancel_rq = c->rq != NULL;
     sendq_drop(c, c->pub.error);
+    dgramq_drop(c);
     mark_dirty(c);
     return 0;
 }
@@ -512,6 +515,22 @@ int azc_write(azc_conn *pub, const char *p, size_t n, int by_reference)
     if (c->q.count)
         mark_dirty(c);
     return look(c);
+}
+
+/* Queue a copy of one datagram; they go out together when the turn ends, or from 64 on. 0, -ENOMEM,
+ * or 1: unsent is above high. */
+int azc_sendto(azc_conn *pub, const char *p, size_t n, const char *name, size_t namelen)
+{
+    struct conn *c = conn_of(pub);
+    if (c->pub.error || c->closed)
+        return 0;
+    int rc = dgramq_push(c, p, n, name, namelen);
+    if (rc < 0)
+        return rc;
+    if (c->dq.count >= 64 || pub->unsent >= SEND_NOW)
+        dgramq_flush(c);
+    mark_dirty(c);
+    return pub->unsent > pub->high;
 }
 
 azc_op *azc_submit(azc_conn *pub, const azc_iov *parts, size_t n)

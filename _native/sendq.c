@@ -22,7 +22,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static void queued(struct conn *c, uint64_t n)
+void sendq_queued(struct conn *c, uint64_t n)
 {
     struct azc_reactor *r = c->r;
     c->pub.unsent += n;
@@ -33,7 +33,7 @@ static void queued(struct conn *c, uint64_t n)
         r->stats.queued_peak = r->stats.queued_bytes;
 }
 
-static void unqueued(struct conn *c, uint64_t n)
+void sendq_unqueued(struct conn *c, uint64_t n)
 {
     c->pub.unsent -= n;
     c->r->stats.queued_bytes -= n;
@@ -64,7 +64,7 @@ int sendq_push(struct conn *c, const char *base, size_t len, azc_op *op)
     op->parts++;
     if (op->kind == OP_USER)
         q->zc_parts++;
-    queued(c, len);
+    sendq_queued(c, len);
     return 0;
 }
 
@@ -82,7 +82,7 @@ int sendq_copy(struct conn *c, const char *base, size_t len)
                 memcpy(k->data + k->used, base, len);
                 k->used += len;
                 tail->len += len;
-                queued(c, len);
+                sendq_queued(c, len);
                 return 0;
             }
             /* A second small write in one turn: expect more of them. */
@@ -182,7 +182,7 @@ static void pop(struct conn *c)
 void sendq_consume(struct conn *c, uint64_t bytes)
 {
     struct sendq *q = &c->q;
-    unqueued(c, bytes);
+    sendq_unqueued(c, bytes);
     c->pub.sent_pos += bytes;
     q->copy_left = q->copy_left > bytes ? q->copy_left - bytes : 0;
     while (bytes) {
@@ -204,7 +204,7 @@ void sendq_drop(struct conn *c, int error)
     while (q->count > q->in_request) {
         struct part *p = sendq_at(q, q->count - 1);
         azc_op *op = p->op;
-        unqueued(c, p->len);
+        sendq_unqueued(c, p->len);
         q->count--;
         if (op->kind == OP_USER)
             q->zc_parts--;
@@ -227,7 +227,7 @@ bool sendq_remove(struct conn *c, azc_op *op)
     for (uint32_t i = 0; i < q->count; i++) {
         struct part p = *sendq_at(q, i);
         if (p.op == op) {
-            unqueued(c, p.len);
+            sendq_unqueued(c, p.len);
             c->pub.queued_pos -= p.len;
             c->r->stats.bytes -= p.len;
             op->parts--;

@@ -38,6 +38,7 @@
 #define UD_CONN 1u
 #define UD_REQ 2u
 #define UD_CANCEL 3u
+#define UD_OUT 4u
 #define UD_TYPE(ud) ((unsigned)((ud) >> 56))
 #define UD_TOKEN(ud) ((ud) & (((uint64_t)1 << 56) - 1))
 
@@ -107,10 +108,10 @@ static int buf_ring_init(struct azc_reactor *r, struct uring *u)
     uint8_t bits[32768 / 8];
     memset(bits, 0, sizeof bits);
     for (uint32_t i = 0; i < r->n_pending; i++)
-        if (r->pending[i].kind == AZC_EV_RECV && r->pending[i].res > 0)
+        if (holds_buffer(&r->pending[i]))
             bits[r->pending[i].arg / 8] |= (uint8_t)(1 << r->pending[i].arg % 8);
     for (uint32_t i = 0; i < r->n_out; i++)
-        if (r->out[i].kind == AZC_EV_RECV && r->out[i].res > 0)
+        if (holds_buffer(&r->out[i]))
             bits[r->out[i].arg / 8] |= (uint8_t)(1 << r->out[i].arg % 8);
     int mask = io_uring_buf_ring_mask(r->n_bufs), added = 0;
     for (uint32_t i = 0; i < r->n_bufs; i++)
@@ -276,6 +277,22 @@ static void on_stream(struct conn *c, int32_t res, unsigned flags)
     }
 }
 
+/* A datagram, header and all; an error ends neither the socket nor, in the end, its receiving. */
+static void on_datagram(struct conn *c, int32_t res, unsigned flags)
+{
+    struct azc_reactor *r = c->r;
+    if (res >= (int32_t)sizeof(struct io_uring_recvmsg_out) && flags & IORING_CQE_F_BUFFER) {
+        emit(r, c->pub.token, AZC_EV_DATAGRAM, res, flags >> IORING_CQE_BUFFER_SHIFT);
+        return;
+    }
+    if (flags & IORING_CQE_F_BUFFER)
+        uring_recycle(r, (uint16_t)(flags >> IORING_CQE_BUFFER_SHIFT));
+    if (res == -ENOBUFS)
+        r->stats.enobufs++;
+    else if (res < 0 && res != -ECANCELED && res != -EINTR && res != -EAGAIN)
+        emit(r, c->pub.token, AZC_EV_DATAGRAM, res, 0);
+}
+
 static void on_listen(struct conn *c, int32_t res)
 {
     if (res == -ECANCELED || res == -EAGAIN || res == -EINTR || res == -ECONNABORTED)
@@ -306,11 +323,27 @@ static void on_conn(struct azc_reactor *r, uint64_t token, int32_t res, unsigned
         c->armed = c->cancelling = false;
     if (c->pub.kind == AZC_STREAM)
         on_stream(c, res, flags);
+    else if (c->pub.kind == AZC_DATAGRAM)
+        on_datagram(c, res, flags);
     else if (c->pub.kind == AZC_LISTEN)
         on_listen(c, res);
     else if (res > 0)
         poll_fired(c);
     if (!c->armed && c->want_recv && !c->eof)
+        mark_dirty(c);
+}
+
+/* A datagram socket that was full is writable again. */
+static void on_out(struct azc_reactor *r, uint64_t token)
+{
+    struct conn *c = table_get(&r->conns, token);
+    uring_of(r)->inflight--;
+    if (!c)
+        return;
+    c->out_armed = c->want_out = false;
+    if (c->closed)
+        conn_maybe_free(c);
+    else
         mark_dirty(c);
 }
 
@@ -341,6 +374,8 @@ static unsigned harvest(struct azc_reactor *r)
             on_conn(r, UD_TOKEN(cqe->user_data), cqe->res, cqe->flags);
         else if (UD_TYPE(cqe->user_data) == UD_REQ)
             on_req(r, UD_TOKEN(cqe->user_data), cqe->res, cqe->flags);
+        else if (UD_TYPE(cqe->user_data) == UD_OUT)
+            on_out(r, UD_TOKEN(cqe->user_data));
     }
     io_uring_cq_advance(&u->ring, n);
     return n;
@@ -372,6 +407,11 @@ static bool arm(struct conn *c)
     switch (c->pub.kind) {
     case AZC_STREAM:
         io_uring_prep_recv_multishot(sqe, c->pub.fd, NULL, 0, 0);
+        sqe->flags |= IOSQE_BUFFER_SELECT;
+        sqe->buf_group = 0;
+        break;
+    case AZC_DATAGRAM:
+        io_uring_prep_recvmsg_multishot(sqe, c->pub.fd, &c->dq.recv_msg, 0);
         sqe->flags |= IOSQE_BUFFER_SELECT;
         sqe->buf_group = 0;
         break;
@@ -437,6 +477,17 @@ static bool bring_up(struct conn *c)
         if (!cancel(r, UD_CONN, c->pub.token))
             return false;
         c->cancelling = true;
+    }
+    if (c->dq.head)
+        dgramq_flush(c);
+    if (c->want_out && !c->out_armed && !u->no_send) {
+        struct io_uring_sqe *sqe = get_sqe(r);
+        if (!sqe)
+            return false;
+        io_uring_prep_poll_add(sqe, c->pub.fd, POLLOUT);
+        set_ud(sqe, UD_OUT, c->pub.token);
+        c->out_armed = true;
+        u->inflight++;
     }
     return !sendq_ready(c) || u->no_send || send_request(c);
 }
@@ -550,11 +601,13 @@ static int uring_quiesce(struct conn *c)
 {
     struct azc_reactor *r = c->r;
     struct uring *u = uring_of(r);
-    if (!u || (!c->armed && !c->rq))
+    if (!u || (!c->armed && !c->rq && !c->out_armed))
         return 0;
     if (u->tid != gettid())
         return -EXDEV; /* cannot happen while detach did its work; never close blindly */
-    for (int i = 0; i < 1000 && (c->armed || c->rq); i++) {
+    for (int i = 0; i < 1000 && (c->armed || c->rq || c->out_armed); i++) {
+        if (c->out_armed && i % 8 == 0)
+            cancel(r, UD_OUT, c->pub.token);
         if (c->armed && (!c->cancelling || i % 8 == 7))
             c->cancelling = cancel(r, UD_CONN, c->pub.token);
         if (c->rq && (!c->cancel_rq_sent || i % 8 == 7))
@@ -565,7 +618,7 @@ static int uring_quiesce(struct conn *c)
             enter_wait(r, 1000000);
         harvest(r);
     }
-    return c->armed || c->rq ? -EBUSY : 0;
+    return c->armed || c->rq || c->out_armed ? -EBUSY : 0;
 }
 
 static int uring_drain(struct azc_reactor *r, int64_t timeout_ns)

@@ -1,7 +1,7 @@
 """The event loop: asyncio's own unix loop with the reactor in place of its selector.
 
-Owns: the life of the reactor, and which transport a socket gets. Everything that is not a stream
-socket (pipes, signals, subprocesses, add_reader, executors, datagrams) is asyncio's own code, which sees
+Owns: the life of the reactor, and which transport a socket gets. Everything that is not a stream or
+datagram socket (pipes, signals, subprocesses, add_reader, executors) is asyncio's own code, which sees
 a selector. Events of the reactor run as one handle behind those that are already ready.
 Never: per-packet work; that is reactor.py, transports/ and the native side.
 """
@@ -20,6 +20,7 @@ from .capabilities import choose
 from .reactor import Reactor, ReactorSelector
 from .settings import Settings
 from .stats import ZcStats
+from .transports.datagram import DatagramTransport
 from .transports.listener import Listener
 from .transports.stream import StreamTransport
 
@@ -142,6 +143,17 @@ class EventLoop(asyncio.SelectorEventLoop):
         )
         StreamTransport(self, rawsock, tls, None, extra, server)
         return tls._app_transport
+
+    def _make_datagram_transport(
+        self,
+        sock: socket.socket,
+        protocol: asyncio.BaseProtocol,
+        address: Any = None,
+        waiter: asyncio.Future[Any] | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> Any:
+        self._ensure_fd_no_transport(sock)  # type: ignore[attr-defined]
+        return DatagramTransport(self, sock, protocol, address, waiter, extra)
 
     # -- serving --
 

@@ -35,6 +35,8 @@ _RECV: int = lib.AZC_EV_RECV
 _ACCEPT: int = lib.AZC_EV_ACCEPT
 _WRITE: int = lib.AZC_EV_WRITE
 _SENT: int = lib.AZC_EV_SENT
+_RELEASED_OP: int = lib.AZC_EV_RELEASED
+_DATAGRAM: int = lib.AZC_EV_DATAGRAM
 _EVENTS: int = lib.AZC_FIRED_EVENTS
 _POLL: int = lib.AZC_FIRED_POLL
 _WAKE: int = lib.AZC_FIRED_WAKE
@@ -177,10 +179,17 @@ class Reactor:
                 op = self.held.get(token)
                 if op is not None:
                     op._on_sent()
-            else:
+            elif kind == _RELEASED_OP:
                 op = self.held.pop(token, None)
                 if op is not None:
                     op._finish()
+            else:
+                transport = conns.get(token)
+                if transport is not None:
+                    if kind == _DATAGRAM:
+                        transport._on_datagram(res, arg * stride)
+                    else:
+                        transport._on_refused(res)
         self._batch = None
 
     # -- connections and operations --

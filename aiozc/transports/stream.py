@@ -1,8 +1,7 @@
 """The stream transport, for TCP and Unix sockets: asyncio's behaviour on the native send queue and receive.
 
-Owns: one socket and its native connection, from construction until connection_lost returned. Made by loop.py;
-its `_on_*` methods are called by reactor.py with what the native side tells. The attributes are those
-of asyncio's own selector transport, for asyncio's code (sendfile, start_tls, TLS) reads them.
+Owns: what base.py does not: receiving, the byte queue, end of file, zero-copy operations. Made by loop.py; its
+`_on_*` methods are called by reactor.py with what the native side tells.
 
 Receiving: data arrives as events, copied out of the reactor's buffers. While reading is paused, what had
 arrived already waits in `_held`, in order, with end of file (b"") and errors (OSError) in their place.
@@ -11,20 +10,16 @@ Sending: everything goes through the native queue, in call order. Small writes a
 ones are sent at once, and what the socket does not take is held by reference if nobody can change it
 (exact bytes, read-only views of bytes, aiozc.frozen), or copied.
 
-Never: gives a protocol's buffer to the kernel, or touches the native connection after it was closed.
+Never: gives a protocol's buffer to the kernel.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
-import contextvars
 import errno
-import os
 import socket
 import struct
-import warnings
-from asyncio import futures, trsock
 from asyncio.log import logger
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,12 +29,12 @@ from .. import hooks
 from .._reactor_c import ffi, lib
 from ..buffers import Frozen, export, immutable
 from ..operation import Operation, path_name
+from .base import NativeTransport, notify, os_error
 
 if TYPE_CHECKING:
     from ..loop import EventLoop
 
 _write = lib.azc_write
-_notify = lib.azc_conn_notify
 _from_buffer = ffi.from_buffer
 
 Sendable = Union["bytes", "bytearray", "memoryview", Frozen, Sequence[Any], Any]
@@ -60,21 +55,12 @@ class ZeroCopyInfo:
     path: str
 
 
-class _Gone:
-    """Stands for the native connection once that is closed: nothing unsent, nothing asked."""
-
-    token = queued_pos = sent_pos = mark = 0
-    unsent = pinned = high = low = zc_low = zc_cap = zc_threshold = notify = 0
-    zc_ok = path = 0
-
-
-class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignore[misc]
+class StreamTransport(NativeTransport):
     """asyncio.Transport over a stream socket, with `zc_write`, `zc_reset` and `zc_configure`."""
 
+    _kind = lib.AZC_STREAM
     _start_tls_compatible = True
     _sendfile_compatible = hooks.constants._SendfileMode.TRY_NATIVE
-    _sock: socket.socket | None = None
-    _loop: Any
 
     def __init__(
         self,
@@ -85,71 +71,23 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         extra: dict[str, Any] | None = None,
         server: Any = None,
     ) -> None:
-        self._reactor = loop._reactor
-        self._conn: Any = _Gone()
-        super().__init__(extra, loop)  # type: ignore[call-arg]
-        self._extra["socket"] = trsock.TransportSocket(sock)
-        for name, ask in (("sockname", sock.getsockname), ("peername", sock.getpeername)):
-            if name == "peername" and name in self._extra:
-                continue
-            try:
-                self._extra[name] = ask()
-            except OSError:
-                self._extra[name] = None
-        self._sock = sock
-        self._sock_fd = sock.fileno()
         self._adaptive = loop._settings.adaptive
-        self._server = server
-        self._conn_lost = 0  # as asyncio's: connection_lost is scheduled, or writes after it
-        self._closing = False
-        self._paused = False
         self._eof = False
-        self._reading = False  # connection_made was called
         self._fast = False
         self._held: collections.deque[bytes | OSError] = collections.deque()
         self._empty_waiter: asyncio.Future[None] | None = None
         self._zc_waiters: list[asyncio.Future[None]] = []
         self._marks: collections.deque[tuple[int, Operation]] = collections.deque()
-        self._protocol_connected = False
-        self._protocol: Any = None
-        self._run = contextvars.copy_context().run
-        self._conn = self._reactor.open(self._sock_fd, lib.AZC_STREAM, self)
+        super().__init__(loop, sock, protocol, waiter, extra, server)
         self._conn.zc_low = loop._settings.zc_low_water
-        self._set_write_buffer_limits()
-        self.set_protocol(protocol)
-        if server is not None:
-            hooks.attach(server, self)
-        loop._transports[self._sock_fd] = self  # type: ignore[attr-defined]
         hooks.set_nodelay(sock)
-        loop.call_soon(protocol.connection_made, self)
-        loop.call_soon(self._start_reading)  # only once connection_made was called
-        if waiter is not None:
-            loop.call_soon(futures._set_result_unless_cancelled, waiter, None)  # type: ignore[attr-defined]
-
-    def __repr__(self) -> str:
-        info = [self.__class__.__name__]
-        if self._sock is None:
-            info.append("closed")
-        elif self._closing:
-            info.append("closing")
-        info.append(f"fd={self._sock_fd}")
-        if self._loop is not None and not self._loop.is_closed():
-            info.append(f"read={'polling' if self.is_reading() else 'idle'}")
-            size = self.get_write_buffer_size()
-            info.append(f"write=<{'polling' if size else 'idle'}, bufsize={size}>")
-        return f"<{' '.join(info)}>"
-
-    def __del__(self, _warn: Any = warnings.warn) -> None:
-        if self._sock is not None:
-            _warn(f"unclosed transport {self!r}", ResourceWarning, source=self)
-            self._sock.close()
 
     # -- protocol and information --
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         """Also while writing is paused: the old protocol is resumed, the new one takes over the pause."""
-        old, self._protocol = self._protocol, protocol
-        self._protocol_connected = True
+        old = self._protocol
+        super().set_protocol(protocol)
         self._buffered = isinstance(protocol, asyncio.BufferedProtocol)
         if self._protocol_paused and old is not None and old is not protocol:
             self._call(old.resume_writing, "protocol.resume_writing() failed", old)
@@ -166,9 +104,6 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
                 {"message": message, "exception": exc, "transport": self, "protocol": protocol}
             )
 
-    def get_protocol(self) -> asyncio.BaseProtocol:
-        return self._protocol  # type: ignore[no-any-return]
-
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         if name == "zero_copy":
             return self._zero_copy_info()
@@ -181,25 +116,11 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         path = path_name(conn.path) if conn.path else "unknown"
         return ZeroCopyInfo("uring", int(conn.zc_threshold), self._adaptive, path)
 
-    def is_closing(self) -> bool:
-        return self._closing
-
     def _review(self) -> None:
         """After any change of what receiving depends on."""
         self._fast = not (self._paused or self._closing or self._held or self._buffered)
 
     # -- receiving --
-
-    def is_reading(self) -> bool:
-        return not self._closing and not self._paused
-
-    def _start_reading(self) -> None:
-        self._reading = True
-        self._receive(self.is_reading())
-
-    def _receive(self, wanted: bool) -> None:
-        if self._conn.token:
-            (lib.azc_conn_start if wanted else lib.azc_conn_stop)(self._conn)
 
     def pause_reading(self) -> None:
         if not self.is_reading():
@@ -217,7 +138,7 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         if self._held:
             self._loop.call_soon(self._deliver_held)
         self._review()
-        if self._reading:
+        if self._started:
             self._receive(True)
         if self._loop.get_debug():
             logger.debug("%r resumes reading", self)
@@ -231,11 +152,11 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
             if view is not None:
                 self._held.append(bytes(view))
             else:
-                self._held.append(b"" if res == 0 else OSError(-res, os.strerror(-res)))
+                self._held.append(b"" if res == 0 else os_error(res))
         elif view is not None:
             self._run(self._deliver, view)
         else:
-            self._run(self._end_of_data, None if res == 0 else OSError(-res, os.strerror(-res)))
+            self._run(self._end_of_data, None if res == 0 else os_error(res))
 
     def _deliver_held(self) -> None:
         while self._held and not self._paused and not self._closing:
@@ -346,9 +267,7 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         if token := conn.ref_token:
             self._reactor.held[token] = kept
         if error := -conn.error:
-            self._fatal_error(
-                OSError(error, os.strerror(error)), "Fatal write error on socket transport"
-            )
+            self._fatal_error(os_error(-error), "Fatal write error on socket transport")
         elif conn.unsent > self._high_water:
             self._maybe_pause_protocol()
         elif not token:
@@ -370,7 +289,7 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
             return
         self._eof = True
         if self._conn.unsent:
-            _notify(self._conn, lib.AZC_NOTIFY_DRAINED)
+            notify(self._conn, lib.AZC_NOTIFY_DRAINED)
         else:
             self._shutdown()
 
@@ -382,58 +301,34 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
             if exc.errno != errno.ENOTCONN:  # the peer is gone: the receive side tells
                 raise
 
-    def get_write_buffer_size(self) -> int:
-        return int(self._conn.unsent)
-
-    def _set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        super()._set_write_buffer_limits(high=high, low=low)
-        self._conn.high = self._high_water
-        self._conn.low = self._low_water
-
-    def _maybe_pause_protocol(self) -> None:
-        super()._maybe_pause_protocol()
-        if self._protocol_paused:
-            _notify(self._conn, lib.AZC_NOTIFY_LOW)
-
-    def _on_write(self, res: int, what: int) -> None:
-        """The native side tells what azc_conn.notify asked for, or that sending is over."""
-        self._run(self._sent_some, res, what)
-
     def _sent_some(self, res: int, what: int) -> None:
         if res < 0:
-            error = OSError(-res, os.strerror(-res))
+            error = os_error(res)
             self._fatal_error(error, "Fatal write error on socket transport")
             if self._empty_waiter is not None and not self._empty_waiter.done():
                 self._empty_waiter.set_exception(error)
             return
         if self._conn_lost:
-            return
-        if what & lib.AZC_NOTIFY_LOW:
-            self._maybe_resume_protocol()  # which may write again
-            if self._protocol_paused:
-                _notify(self._conn, lib.AZC_NOTIFY_LOW)
+            return  # what still waits is told by _ended
         if what & lib.AZC_NOTIFY_ZC_LOW:
             self._wake_zc_waiters(None)
         if what & lib.AZC_NOTIFY_MARK:
             self._pass_marks()
-        if what & lib.AZC_NOTIFY_DRAINED:
-            if self._conn.unsent:
-                _notify(self._conn, lib.AZC_NOTIFY_DRAINED)
-                return
-            if self._empty_waiter is not None and not self._empty_waiter.done():
-                self._empty_waiter.set_result(None)
-            if self._closing:
-                self._conn_lost += 1
-                self._call_connection_lost(None)
-            elif self._eof:
-                self._shutdown()
+        super()._sent_some(res, what)
+
+    def _drained(self) -> None:
+        if self._empty_waiter is not None and not self._empty_waiter.done():
+            self._empty_waiter.set_result(None)
+        if self._eof and not self._closing:
+            self._shutdown()
+        super()._drained()
 
     def _make_empty_waiter(self) -> asyncio.Future[None]:
         if self._empty_waiter is not None:
             raise RuntimeError("Empty waiter is already set")
         self._empty_waiter = self._loop.create_future()
         if self._conn.unsent:
-            _notify(self._conn, lib.AZC_NOTIFY_DRAINED)
+            notify(self._conn, lib.AZC_NOTIFY_DRAINED)
         else:
             self._empty_waiter.set_result(None)
         return self._empty_waiter
@@ -496,7 +391,7 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
             marks.popleft()[1]._settle(0)
         if marks:
             conn.mark = marks[0][0]
-            _notify(conn, lib.AZC_NOTIFY_MARK)
+            notify(conn, lib.AZC_NOTIFY_MARK)
 
     async def _zc_drain(self) -> None:
         conn = self._conn
@@ -506,7 +401,7 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
             return
         waiter = self._loop.create_future()
         self._zc_waiters.append(waiter)
-        _notify(conn, lib.AZC_NOTIFY_ZC_LOW)
+        notify(conn, lib.AZC_NOTIFY_ZC_LOW)
         await waiter
 
     def _wake_zc_waiters(self, error: BaseException | None) -> None:
@@ -521,25 +416,6 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
 
     # -- closing --
 
-    def close(self) -> None:
-        """Flushes what is queued, in order, then closes. Idempotent."""
-        if self._closing:
-            return
-        self._closing = True
-        self._held.clear()
-        self._review()
-        self._receive(False)
-        if self._conn.unsent or self._protocol_paused:
-            # A paused protocol may write once more when it is resumed: TLS keeps its last records.
-            _notify(self._conn, lib.AZC_NOTIFY_DRAINED)
-        else:
-            self._conn_lost += 1
-            self._loop.call_soon(self._call_connection_lost, None)
-
-    def abort(self) -> None:
-        """Drops what is unsent; what was sent still reaches the peer (no linger)."""
-        self._force_close(None)
-
     def zc_reset(self) -> None:
         """Reset the connection (linger 0): destroys what the peer has not read, and so ends the pins
         of this connection at once. connection_lost(None) follows."""
@@ -552,55 +428,13 @@ class StreamTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._force_close(None)
 
-    def _fatal_error(self, exc: BaseException, message: str = "Fatal error on transport") -> None:
-        if isinstance(exc, OSError):
-            if self._loop is not None and self._loop.get_debug():
-                logger.debug("%r: %s", self, message, exc_info=True)
-        elif self._loop is not None:
-            self._loop.call_exception_handler(
-                {
-                    "message": message,
-                    "exception": exc,
-                    "transport": self,
-                    "protocol": self._protocol,
-                }
-            )
-        self._force_close(exc)
-
-    def _force_close(self, exc: BaseException | None) -> None:
-        if self._conn_lost:
-            return
-        error = exc.errno if isinstance(exc, OSError) and exc.errno else errno.ECONNABORTED
-        lib.azc_conn_abort(self._conn, -error)
-        self._closing = True
+    def _stopped(self) -> None:
         self._held.clear()
         self._review()
-        self._conn_lost += 1
-        self._loop.call_soon(self._call_connection_lost, exc)
 
-    def _loop_closed(self) -> None:
-        """The loop ends with this transport open: as asyncio does, leave the socket to __del__."""
-        conn, self._conn = self._conn, _Gone()
-        self._conn_lost += 1
-        self._reactor.close_conn(conn, errno.ECONNABORTED)
-
-    def _call_connection_lost(self, exc: BaseException | None) -> None:
-        try:
-            if self._protocol_connected:
-                self._protocol.connection_lost(exc)
-        finally:
-            conn, self._conn = self._conn, _Gone()
-            self._reactor.close_conn(conn, errno.ECONNABORTED)
-            sock, self._sock = self._sock, None
-            if sock is not None:
-                sock.close()
-            self._protocol = None
-            self._wake_zc_waiters(ConnectionResetError("Connection lost"))
-            while self._marks:
-                self._marks.popleft()[1]._settle(errno.ECONNRESET)
-            if self._empty_waiter is not None and not self._empty_waiter.done():
-                self._empty_waiter.set_exception(ConnectionError("Connection is closed by peer"))
-            self._loop = None
-            server, self._server = self._server, None
-            if server is not None:
-                hooks.detach(server, self)
+    def _ended(self) -> None:
+        self._wake_zc_waiters(ConnectionResetError("Connection lost"))
+        while self._marks:
+            self._marks.popleft()[1]._settle(errno.ECONNRESET)
+        if self._empty_waiter is not None and not self._empty_waiter.done():
+            self._empty_waiter.set_exception(ConnectionError("Connection is closed by peer"))

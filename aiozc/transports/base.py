@@ -1,0 +1,242 @@
+"""What stream and datagram transports share: the socket, its native connection, flow control, the end.
+
+Owns: one socket and its native connection, from construction until connection_lost returned. Subclassed by
+stream.py and datagram.py; made by loop.py. The attributes are those of asyncio's own selector transport,
+for asyncio's code (sendfile, start_tls, TLS) and its users' read them.
+
+Never: touches the native connection after it was closed (`_Gone` stands in its place).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import errno
+import os
+import socket
+import warnings
+from asyncio import futures, trsock
+from asyncio.log import logger
+from typing import TYPE_CHECKING, Any
+
+from .. import hooks
+from .._reactor_c import lib
+
+if TYPE_CHECKING:
+    from ..loop import EventLoop
+
+notify = lib.azc_conn_notify
+
+
+def os_error(res: int) -> OSError:
+    """For a negative errno: the subclass that asyncio would raise."""
+    return OSError(-res, os.strerror(-res))
+
+
+class _Gone:
+    """Stands for the native connection once that is closed: nothing unsent, nothing asked."""
+
+    token = queued_pos = sent_pos = mark = error = 0
+    unsent = pinned = high = low = zc_low = zc_cap = zc_threshold = 0
+    zc_ok = path = 0
+
+
+class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignore[misc]
+    """asyncio.Transport on a native connection."""
+
+    _kind: int
+    _sock: socket.socket | None = None
+    _loop: Any
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        sock: socket.socket,
+        protocol: asyncio.BaseProtocol,
+        waiter: asyncio.Future[Any] | None,
+        extra: dict[str, Any] | None,
+        server: Any,
+    ) -> None:
+        self._reactor = loop._reactor
+        self._conn: Any = _Gone()
+        super().__init__(extra, loop)  # type: ignore[call-arg]
+        self._extra["socket"] = trsock.TransportSocket(sock)
+        for name, ask in (("sockname", sock.getsockname), ("peername", sock.getpeername)):
+            if name == "peername" and name in self._extra:
+                continue
+            try:
+                self._extra[name] = ask()
+            except OSError:
+                self._extra[name] = None
+        self._sock = sock
+        self._sock_fd = sock.fileno()
+        self._server = server
+        self._conn_lost = 0  # as asyncio's: connection_lost is scheduled, or writes after it
+        self._closing = False
+        self._paused = False
+        self._started = False  # connection_made was called
+        self._protocol_connected = False
+        self._protocol: Any = None
+        self._run = contextvars.copy_context().run
+        self._conn = self._reactor.open(self._sock_fd, self._kind, self)
+        self._set_write_buffer_limits()
+        self.set_protocol(protocol)
+        if server is not None:
+            hooks.attach(server, self)
+        loop._transports[self._sock_fd] = self  # type: ignore[attr-defined]
+        loop.call_soon(protocol.connection_made, self)
+        loop.call_soon(self._start_reading)  # only once connection_made was called
+        if waiter is not None:
+            loop.call_soon(futures._set_result_unless_cancelled, waiter, None)  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        info = [self.__class__.__name__]
+        if self._sock is None:
+            info.append("closed")
+        elif self._closing:
+            info.append("closing")
+        info.append(f"fd={self._sock_fd}")
+        if self._loop is not None and not self._loop.is_closed():
+            info.append(f"read={'polling' if self.is_reading() else 'idle'}")
+            size = self.get_write_buffer_size()
+            info.append(f"write=<{'polling' if size else 'idle'}, bufsize={size}>")
+        return f"<{' '.join(info)}>"
+
+    def __del__(self, _warn: Any = warnings.warn) -> None:
+        if self._sock is not None:
+            _warn(f"unclosed transport {self!r}", ResourceWarning, source=self)
+            self._sock.close()
+
+    # -- protocol and receiving --
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._protocol = protocol
+        self._protocol_connected = True
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        return self._protocol  # type: ignore[no-any-return]
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def is_reading(self) -> bool:
+        return not self._closing and not self._paused
+
+    def _start_reading(self) -> None:
+        self._started = True
+        self._receive(self.is_reading())
+
+    def _receive(self, wanted: bool) -> None:
+        if self._conn.token:
+            (lib.azc_conn_start if wanted else lib.azc_conn_stop)(self._conn)
+
+    # -- flow control --
+
+    def get_write_buffer_size(self) -> int:
+        return int(self._conn.unsent)
+
+    def _set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        super()._set_write_buffer_limits(high=high, low=low)
+        self._conn.high = self._high_water
+        self._conn.low = self._low_water
+
+    def _maybe_pause_protocol(self) -> None:
+        super()._maybe_pause_protocol()
+        if self._protocol_paused:
+            notify(self._conn, lib.AZC_NOTIFY_LOW)
+
+    def _on_write(self, res: int, what: int) -> None:
+        """The native side tells what `notify` asked for, or that sending is over."""
+        self._run(self._sent_some, res, what)
+
+    def _sent_some(self, res: int, what: int) -> None:
+        if self._conn_lost:
+            return
+        if what & lib.AZC_NOTIFY_LOW:
+            self._maybe_resume_protocol()  # which may write again
+            if self._protocol_paused:
+                notify(self._conn, lib.AZC_NOTIFY_LOW)
+        if what & lib.AZC_NOTIFY_DRAINED:
+            if self._conn.unsent:
+                notify(self._conn, lib.AZC_NOTIFY_DRAINED)
+            else:
+                self._drained()
+
+    def _drained(self) -> None:
+        if self._closing:
+            self._conn_lost += 1
+            self._call_connection_lost(None)
+
+    # -- closing --
+
+    def close(self) -> None:
+        """Flushes what is queued, in order, then closes. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        self._stopped()
+        self._receive(False)
+        if self._conn.unsent or self._protocol_paused:
+            # A paused protocol may write once more when it is resumed: TLS keeps its last records.
+            notify(self._conn, lib.AZC_NOTIFY_DRAINED)
+        else:
+            self._conn_lost += 1
+            self._loop.call_soon(self._call_connection_lost, None)
+
+    def _stopped(self) -> None:
+        """Nothing more is delivered to the protocol."""
+
+    def abort(self) -> None:
+        """Drops what is unsent; what was sent still reaches the peer (no linger)."""
+        self._force_close(None)
+
+    def _fatal_error(self, exc: BaseException, message: str = "Fatal error on transport") -> None:
+        if isinstance(exc, OSError):
+            if self._loop is not None and self._loop.get_debug():
+                logger.debug("%r: %s", self, message, exc_info=True)
+        elif self._loop is not None:
+            self._loop.call_exception_handler(
+                {
+                    "message": message,
+                    "exception": exc,
+                    "transport": self,
+                    "protocol": self._protocol,
+                }
+            )
+        self._force_close(exc)
+
+    def _force_close(self, exc: BaseException | None) -> None:
+        if self._conn_lost:
+            return
+        error = exc.errno if isinstance(exc, OSError) and exc.errno else errno.ECONNABORTED
+        lib.azc_conn_abort(self._conn, -error)
+        self._closing = True
+        self._stopped()
+        self._conn_lost += 1
+        self._loop.call_soon(self._call_connection_lost, exc)
+
+    def _loop_closed(self) -> None:
+        """The loop ends with this transport open: as asyncio does, leave the socket to __del__."""
+        conn, self._conn = self._conn, _Gone()
+        self._conn_lost += 1
+        self._reactor.close_conn(conn, errno.ECONNABORTED)
+
+    def _call_connection_lost(self, exc: BaseException | None) -> None:
+        try:
+            if self._protocol_connected:
+                self._protocol.connection_lost(exc)
+        finally:
+            conn, self._conn = self._conn, _Gone()
+            self._reactor.close_conn(conn, errno.ECONNABORTED)
+            sock, self._sock = self._sock, None
+            if sock is not None:
+                sock.close()
+            self._protocol = None
+            self._ended()
+            self._loop = None
+            server, self._server = self._server, None
+            if server is not None:
+                hooks.detach(server, self)
+
+    def _ended(self) -> None:
+        """The descriptor is closed: whoever still waits is told."""

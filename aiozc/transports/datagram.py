@@ -1,0 +1,183 @@
+"""The datagram transport, for UDP and Unix sockets: asyncio's behaviour on the native datagram queue.
+
+Owns: what base.py does not: addresses, and what a received buffer means. Made by loop.py; its `_on_*`
+methods are called by reactor.py. A datagram is copied when it is queued; those of one turn go out together.
+Errors of the network (ICMP) and of sending reach `error_received`; the transport lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from asyncio.log import logger
+from typing import TYPE_CHECKING, Any
+
+from .. import hooks
+from .._reactor_c import ffi, lib
+from .base import NativeTransport, os_error
+
+if TYPE_CHECKING:
+    from ..loop import EventLoop
+
+_HEADER = struct.Struct("=IIII")
+_NAME_AT = _HEADER.size
+_DATA_AT = _HEADER.size + lib.AZC_NAME_MAX
+_FAMILY = struct.Struct("=H")
+_INET = struct.Struct("!2xH4s8x")
+_INET6 = struct.Struct("!2xHI16sI")
+_SCOPE = struct.Struct("=I")  # sin6_scope_id alone is in host order
+_REMEMBERED = 4096  # addresses whose two forms are kept
+
+
+class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
+    """asyncio.DatagramTransport over a datagram socket."""
+
+    _kind = lib.AZC_DATAGRAM
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        sock: socket.socket,
+        protocol: asyncio.BaseProtocol,
+        address: Any = None,
+        waiter: asyncio.Future[Any] | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        self._address = address
+        self._family = sock.family
+        self._names: dict[Any, bytes] = {}
+        self._addresses: dict[bytes, Any] = {}
+        super().__init__(loop, sock, protocol, waiter, extra, None)
+
+    # -- receiving --
+
+    def _on_datagram(self, res: int, start: int) -> None:
+        if self._conn_lost or self._closing:
+            return
+        try:
+            if res < 0:
+                self._run(self._protocol.error_received, os_error(res))
+                return
+            memory = self._reactor.memory
+            namelen, _, size, _ = _HEADER.unpack_from(memory, start)
+            name = bytes(memory[start + _NAME_AT : start + _NAME_AT + namelen])
+            address = self._addresses.get(name)
+            if address is None:
+                address = self._learn(name)
+            data = bytes(memory[start + _DATA_AT : start + _DATA_AT + size])
+            self._run(self._protocol.datagram_received, data, address)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as exc:
+            # As from asyncio's reader callback: reported, and the transport goes on.
+            self._loop.call_exception_handler(
+                {
+                    "message": "Exception in a datagram protocol's callback",
+                    "exception": exc,
+                    "transport": self,
+                    "protocol": self._protocol,
+                }
+            )
+
+    def _on_refused(self, res: int) -> None:
+        self._on_datagram(res, 0)
+
+    def _learn(self, name: bytes) -> Any:
+        """The address that socket.recvfrom would give for a sockaddr."""
+        if len(name) < _FAMILY.size:
+            return None
+        (family,) = _FAMILY.unpack_from(name)
+        address: Any
+        if family == socket.AF_INET:
+            port, host = _INET.unpack(name[: _INET.size])
+            address = (socket.inet_ntop(socket.AF_INET, host), port)
+        elif family == socket.AF_INET6:
+            port, flow, host, _ = _INET6.unpack(name[: _INET6.size])
+            (scope,) = _SCOPE.unpack_from(name, 24)
+            address = (socket.inet_ntop(socket.AF_INET6, host), port, flow, scope)
+        elif family == socket.AF_UNIX:
+            path = name[_FAMILY.size :]
+            if not path.startswith(b"\0"):
+                return os.fsdecode(path.split(b"\0", 1)[0]) or None
+            return path
+        else:
+            return None
+        if len(self._addresses) >= _REMEMBERED:
+            self._addresses.clear()
+        self._addresses[name] = address
+        return address
+
+    # -- sending --
+
+    def sendto(self, data: Any, addr: Any = None) -> None:
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise TypeError(
+                f"data argument must be a bytes-like object, not {type(data).__name__!r}"
+            )
+        if self._address:
+            if addr not in (None, self._address):
+                raise ValueError(f"Invalid address: must be None or {self._address}")
+            addr = self._address
+        if self._conn_lost:
+            if self._address:
+                if self._conn_lost >= hooks.constants.LOG_THRESHOLD_FOR_CONNLOST_WRITES:
+                    logger.warning("socket.send() raised exception.")
+                self._conn_lost += 1
+            return
+        name = b""
+        if not self._extra["peername"]:
+            known = self._names.get(addr) if type(addr) is tuple else None
+            name = known if known is not None else self._name(addr)
+            if not name:
+                self._send_by_socket(data, addr)
+                return
+        if type(data) is memoryview and not data.c_contiguous:
+            data = data.tobytes()
+        kept = data if type(data) is bytes else ffi.from_buffer(data)
+        rc = lib.azc_sendto(self._conn, kept, len(kept), name, len(name))
+        if rc > 0:
+            self._maybe_pause_protocol()
+        elif rc < 0:
+            raise MemoryError("aiozc: no memory to queue a datagram")
+
+    def _name(self, addr: Any) -> bytes:
+        """The sockaddr for an address; b"" where only a look-up, or an error, can tell."""
+        name = b""
+        try:
+            if self._family == socket.AF_INET:
+                host, port = addr
+                packed = socket.inet_pton(socket.AF_INET, host)
+                name = _FAMILY.pack(socket.AF_INET) + _INET.pack(port, packed)[2:]
+            elif self._family == socket.AF_INET6:
+                host, port, *more = addr
+                flow, scope = (*more, 0, 0)[:2]
+                packed = socket.inet_pton(socket.AF_INET6, host)
+                name = _FAMILY.pack(socket.AF_INET6) + _INET6.pack(port, flow, packed, 0)[2:24]
+                name += _SCOPE.pack(scope)
+            elif self._family == socket.AF_UNIX:
+                path = os.fsencode(addr)
+                if 0 < len(path) < 108:
+                    return _FAMILY.pack(socket.AF_UNIX) + path + (b"\0" if path[0] else b"")
+        except (OSError, TypeError, ValueError, struct.error):
+            return b""
+        if type(addr) is tuple and name:
+            if len(self._names) >= _REMEMBERED:
+                self._names.clear()
+            self._names[addr] = name
+        return name
+
+    def _send_by_socket(self, data: Any, addr: Any) -> None:
+        """An address that is not numeric, or not one at all: as asyncio does, in the call."""
+        assert self._sock is not None
+        try:
+            self._sock.sendto(data, addr)
+        except BlockingIOError:
+            return  # full: a datagram may be lost, and who it was for is not known without a look-up
+        except OSError as exc:
+            self._protocol.error_received(exc)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as exc:
+            self._fatal_error(exc, "Fatal write error on datagram transport")
