@@ -16,6 +16,7 @@ from .capabilities import Capabilities, capabilities
 from .loop import EventLoop, new_event_loop, run
 from .operation import Operation, OperationState, Result
 from .policy import EventLoopPolicy, install
+from .receive import read_into
 from .settings import Settings
 from .stats import ZcStats
 from .streams import StreamWriter, open_connection, start_server
@@ -40,6 +41,7 @@ __all__ = [
     "install",
     "new_event_loop",
     "open_connection",
+    "read_into",
     "run",
     "start_server",
 ]

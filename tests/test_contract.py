@@ -248,6 +248,85 @@ def test_buffers_reused_as_soon_as_they_are_released_never_corrupt_a_busy_stream
     run(main(), forced_loop_factory)
 
 
+def test_a_notification_releases_only_what_it_belongs_to(run, forced_loop_factory, backend) -> None:
+    # Fails when: notifications are matched in the order of their requests, or by a slot number
+    # alone: another connection's notifications would release the stalled one's buffer.
+    async def main() -> None:
+        async with stalled() as (peer, writer), stalled() as (other_peer, other):
+            writer.write(b"A" * 2 * RCVBUF)  # fills the receive buffer: what follows stays pinned
+            await asyncio.sleep(PAUSE / 2)
+            buffer = filled(B, 70_000)
+            pinned = writer.zc_submit(buffer)
+            await soon(pinned.sent)
+            reading = asyncio.ensure_future(other_peer.take(200 * 80_000))
+            for value in range(1, 201):
+                size = 80_000
+                assert (await soon(other.zc_send(filled(value, size)))).nbytes == size
+            assert_stream(await reading, [(value, 80_000) for value in range(1, 201)])
+            if not is_released_with_sent(backend):
+                assert not pinned.released.done()
+                assert_locked(buffer)
+            reading = asyncio.ensure_future(peer.take(2 * RCVBUF + 70_000))
+            await soon(pinned)
+            spoil(buffer)
+            assert_stream(await reading, [(A, 2 * RCVBUF), (B, 70_000)])
+
+    run(main(), forced_loop_factory)
+
+
+def test_operations_go_on_when_the_loop_stops_and_runs_again(forced_loop_factory, backend) -> None:
+    # Fails when: the end of a run drops, repeats or releases what was with the kernel.
+    issued, pinned_buffer = filled(A, 12 * MIB), filled(B, 256 * KIB)
+
+    async def begin() -> Any:
+        writers = []
+        for peer, sndbuf in ((peers[0], SMALL_SNDBUF), (peers[1], LARGE_SNDBUF)):
+            writers.append((await asyncio.open_connection(sock=peer.connect(sndbuf=sndbuf)))[1])
+        first = writers[0].zc_submit(issued)
+        second = writers[0].zc_submit(filled(C, 1000))
+        third = writers[1].zc_submit(pinned_buffer)
+        await soon(third.sent)
+        await asyncio.sleep(PAUSE / 2)
+        assert first.state is State.ISSUED
+        return writers, (first, second, third)
+
+    async def middle(writers: Any, ops: Any) -> None:
+        assert_locked(issued)
+        assert ops[2].released.done() == is_released_with_sent(backend)
+        assert not ops[0].sent.done() and not ops[1].sent.done()
+        data.extend(await peers[0].take(3 * MIB))
+
+    async def end(writers: Any, ops: Any) -> None:
+        assert not ops[0].sent.done()
+        reading = asyncio.ensure_future(peers[0].take_all())
+        last = asyncio.ensure_future(peers[1].take_all())
+        for op in ops:
+            await soon(op)
+        spoil(issued)
+        spoil(pinned_buffer)
+        for writer in writers:
+            writer.close()
+        data.extend(await reading)
+        assert_stream(await last, [(B, 256 * KIB)])
+        for writer in writers:
+            await soon(writer.wait_closed())
+
+    data = bytearray()
+    with StalledReader() as one, StalledReader() as two:
+        peers = (one, two)
+        loop = forced_loop_factory()
+        try:
+            writers, ops = loop.run_until_complete(begin())
+            time.sleep(0.05)  # nobody runs the loop
+            loop.run_until_complete(middle(writers, ops))
+            for _ in range(5):
+                loop.run_until_complete(asyncio.sleep(0))
+            loop.run_until_complete(asyncio.wait_for(end(writers, ops), 40))
+        finally:
+            loop.close()
+    assert_stream(data, [(A, 12 * MIB), (C, 1000)])
+
+
 def test_later_operations_advance_to_sent_although_the_first_is_pinned(
     run, forced_loop_factory, backend
 ) -> None:

@@ -55,6 +55,32 @@ class ZeroCopyInfo:
     path: str
 
 
+class Sink:
+    """Where `read_into` wants the next bytes: a caller's buffer, until it is full or the stream ends."""
+
+    __slots__ = ("filled", "target", "waiter")
+
+    def __init__(self, target: memoryview, waiter: asyncio.Future[None]) -> None:
+        self.target = target
+        self.waiter = waiter
+        self.filled = 0
+
+    def take(self, view: memoryview) -> memoryview:
+        """Copy what fits; the rest is the protocol's."""
+        n = min(len(self.target) - self.filled, len(view))
+        if self.waiter.done():
+            n = 0
+        self.target[self.filled : self.filled + n] = view[:n]
+        self.filled += n
+        if self.filled == len(self.target):
+            self.end()
+        return view[n:]
+
+    def end(self) -> None:
+        if not self.waiter.done():
+            self.waiter.set_result(None)
+
+
 class StreamTransport(NativeTransport):
     """asyncio.Transport over a stream socket, with `zc_write`, `zc_reset` and `zc_configure`."""
 
@@ -73,7 +99,9 @@ class StreamTransport(NativeTransport):
     ) -> None:
         self._adaptive = loop._settings.adaptive
         self._eof = False
+        self._eof_seen = False
         self._fast = False
+        self._sink: Sink | None = None
         self._held: collections.deque[bytes | OSError] = collections.deque()
         self._empty_waiter: asyncio.Future[None] | None = None
         self._zc_waiters: list[asyncio.Future[None]] = []
@@ -118,7 +146,9 @@ class StreamTransport(NativeTransport):
 
     def _review(self) -> None:
         """After any change of what receiving depends on."""
-        self._fast = not (self._paused or self._closing or self._held or self._buffered)
+        self._fast = not (
+            self._paused or self._closing or self._held or self._buffered or self._sink
+        )
 
     # -- receiving --
 
@@ -158,6 +188,10 @@ class StreamTransport(NativeTransport):
         else:
             self._run(self._end_of_data, None if res == 0 else os_error(res))
 
+    def _set_sink(self, sink: Sink | None) -> None:
+        self._sink = sink
+        self._review()
+
     def _deliver_held(self) -> None:
         while self._held and not self._paused and not self._closing:
             item = self._held.popleft()
@@ -171,7 +205,9 @@ class StreamTransport(NativeTransport):
 
     def _deliver(self, view: memoryview) -> None:
         """Hand one piece to the protocol; a BufferedProtocol may take it in several buffers, and
-        pause, close, or be replaced between them."""
+        pause, close, or be replaced between them. `read_into` comes before the protocol."""
+        if self._sink is not None:
+            view = self._sink.take(view)
         while view:
             if self._closing:
                 return
@@ -209,6 +245,8 @@ class StreamTransport(NativeTransport):
         if error is not None:
             self._fatal_error(error, "Fatal read error on socket transport")
             return
+        self._eof_seen = True
+        self._release_sink()
         if self._loop.get_debug():
             logger.debug("%r received EOF", self)
         try:
@@ -432,7 +470,12 @@ class StreamTransport(NativeTransport):
         self._held.clear()
         self._review()
 
+    def _release_sink(self) -> None:
+        if self._sink is not None:
+            self._sink.end()
+
     def _ended(self) -> None:
+        self._release_sink()
         self._wake_zc_waiters(ConnectionResetError("Connection lost"))
         while self._marks:
             self._marks.popleft()[1]._settle(errno.ECONNRESET)

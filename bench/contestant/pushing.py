@@ -38,7 +38,7 @@ async def bulk(wanted: Wanted) -> Served:
 async def sendfile(wanted: Wanted) -> Served:
     """`loop.sendfile` of one file."""
     loop = asyncio.get_running_loop()
-    file = tempfile.TemporaryFile()  # noqa: SIM115: it ends with the process
+    file = tempfile.TemporaryFile()  # noqa: SIM115  # it ends with the process
     file.write(pattern(wanted.size))
     file.flush()
 

@@ -30,26 +30,14 @@ class Bench:
         return self.window.seconds + self.window.warmup + PATIENCE
 
 
-def measure(bench: Bench, row: Row, contestant: Contestant) -> Figures:
-    with start(bench, row, contestant) as server:
+def measure(bench: Bench, row: Row, contestant: Contestant, *more: str) -> tuple[Figures, str]:
+    """`more`: arguments for the contestant (--profile); second comes what it says at its end."""
+    command = [*contestant.command(row, bench.window), *more]
+    with Process(contestant.name, command, bench.server_core, bench.limit) as server:
         if row.client is None:
             return dialogue(server, server, None)
         figures = load(bench, row, server)
-        server.stop()
-        return figures
-
-
-def profile(bench: Bench, row: Row, contestant: Contestant, lines: int) -> str:
-    """The costliest functions of the contestant's process under cProfile; figures mean nothing."""
-    with start(bench, row, contestant, "--profile", str(lines)) as server:
-        assert row.client is not None
-        load(bench, row, server)
-        return server.stop()
-
-
-def start(bench: Bench, row: Row, contestant: Contestant, *more: str) -> Process:
-    command = [*contestant.command(row, bench.window), *more]
-    return Process(contestant.name, command, bench.server_core, bench.limit)
+        return figures, server.stop()
 
 
 def load(bench: Bench, row: Row, server: Process) -> Figures:
@@ -67,13 +55,13 @@ def load(bench: Bench, row: Row, server: Process) -> Figures:
     command = [program(row.client), *map(str, numbers)]
     try:
         with Process("the client", command, bench.client_core, bench.limit) as client:
-            return dialogue(client, server, apart)
+            return dialogue(client, server, apart)[0]
     except Failed as failure:
         raise blame(failure, server) from None
 
 
-def dialogue(client: Process, server: Process, apart: int | None) -> Figures:
-    """What load.h describes."""
+def dialogue(client: Process, server: Process, apart: int | None) -> tuple[Figures, str]:
+    """What load.h describes; second comes what the client says at its end."""
     if client.read_line() != "ready":
         client.fail("did not get ready")
     before = Counters.read(server.pid, apart)
@@ -81,12 +69,12 @@ def dialogue(client: Process, server: Process, apart: int | None) -> Figures:
     result = client.read_line()
     after = Counters.read(server.pid, apart)
     client.go_on()
-    client.finish()
+    output = client.finish()
     requests, elapsed_ns, p50_ns, p99_ns = map(int, result.split())
     if not requests:
         raise Failed("no request was answered")
     cpu, user, system, faults = after.since(before)
-    return Figures(
+    figures = Figures(
         requests_per_s=requests / elapsed_ns * 1e9,
         p50_us=p50_ns / 1e3,
         p99_us=p99_ns / 1e3,
@@ -95,6 +83,7 @@ def dialogue(client: Process, server: Process, apart: int | None) -> Figures:
         system_us=system / requests,
         minor_faults=faults / requests,
     )
+    return figures, output
 
 
 def blame(failure: Failed, server: Process) -> Failed:

@@ -28,7 +28,7 @@ class Process:
         self.name = name
         self.limit = limit
         self.outlived = False
-        self.errors = tempfile.TemporaryFile()  # noqa: SIM115: closed by __exit__
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by __exit__
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

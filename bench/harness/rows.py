@@ -63,7 +63,15 @@ def protocol_echo(size: int, connections: int) -> Row:
 def bulk(size: int) -> Row:
     name, text = f"bulk-{bytes_text(size).replace(' ', '')}", bytes_text(size)
     return Row(
-        name, f"write + drain, {text}", "bulk", "sink_client", 1, 64 * MIB, size, 4 * size, unit="GB"
+        name,
+        f"write + drain, {text}",
+        "bulk",
+        "sink_client",
+        1,
+        64 * MIB,
+        size,
+        4 * size,
+        unit="GB",
     )
 
 
@@ -83,7 +91,14 @@ ROWS = (
     protocol_echo(KIB, 1000),
     echo("streams-1KiB-x64", "streams echo", "streams", 64, KIB),
     echo("buffered-1KiB-x64", "BufferedProtocol echo", "buffered", 64, KIB),
-    Row("udp-1KiB-x16", "UDP echo, 1 KiB, 16 sockets", "datagrams", "udp_client", 16, floor="datagram"),
+    Row(
+        "udp-1KiB-x16",
+        "UDP echo, 1 KiB, 16 sockets",
+        "datagrams",
+        "udp_client",
+        16,
+        floor="datagram",
+    ),
     Row(
         "churn",
         "connect, echo of 100 B, end; 16 at a time",
