@@ -199,6 +199,21 @@ static void small_writes_become_one_part_but_never_within_a_request(void)
     CHECK(r->stats.queued_bytes == 0);
 }
 
+static void one_unsent_request_a_socket(void)
+{
+    azc_reactor *r = make(1000);
+    struct conn *c = connection(r);
+    azc_submit_one(&c->pub, memory, 5000);
+    struct req *q = issue(c);
+    CHECK(!sendq_ready(c));
+    CHECK(sendq_copy(c, "more", 4) == 0);
+    CHECK(!sendq_ready(c));
+    req_first(q, 1000, true);
+    CHECK(sendq_ready(c)); /* notifications outstanding do not hold the stream back */
+    q = issue(c);
+    CHECK(!sendq_ready(c) && c->pub.pinned == 2000);
+}
+
 static void end_of_record_each_64_kib(void)
 {
     azc_reactor *r = make(1 << 20);
@@ -246,6 +261,7 @@ int main(void)
     an_error_fails_once_and_releases_last();
     withdraw_only_what_was_never_issued();
     small_writes_become_one_part_but_never_within_a_request();
+    one_unsent_request_a_socket();
     end_of_record_each_64_kib();
     tokens_of_freed_slots_are_stale();
     return 0;
