@@ -66,7 +66,7 @@ class EventLoop(asyncio.SelectorEventLoop):
     def _process_events(self, event_list: list[Any]) -> None:
         if event_list:
             super()._process_events(event_list)  # type: ignore[misc]
-        if self._reactor.has_events:
+        if self._reactor._batch is not None:
             self._ready.append(self._dispatch)  # type: ignore[attr-defined]
 
     def close(self) -> None:

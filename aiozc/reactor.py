@@ -106,19 +106,8 @@ class Reactor:
         nothing of ours but memory that waits for its notification."""
         _check(lib.azc_detach(self.native), "aiozc: requests did not end")
 
-    def wait(self, timeout: float | None) -> int:
-        """One turn. AZC_FIRED_* bits; a batch of events, if any, waits for `dispatch`."""
-        if self._batch is not None:
-            return 0
-        if timeout is None:
-            rc = _wait(self.native, -1)
-        elif timeout <= 0:
-            rc = _wait(self.native, 0)
-        else:
-            rc = _wait(self.native, int(min(timeout, _MAX_SELECT) * 1e9) + 1)
-        return self._take(rc)
-
-    def _take(self, rc: int) -> int:
+    def take(self, rc: int) -> int:
+        """What azc_wait answered: AZC_FIRED_* bits; a batch of events waits for `dispatch`."""
         if rc < 0:
             if rc != -4:  # EINTR: Python runs its signal handlers when this call returns
                 _check(rc, "aiozc: waiting failed")
@@ -135,10 +124,6 @@ class Reactor:
         while n := lib.azc_take_released(self.native, tokens, 512):
             for token in ffi.unpack(tokens, n):
                 held.pop(token, None)
-
-    @property
-    def has_events(self) -> bool:
-        return self._batch is not None
 
     def dispatch(self) -> None:
         """Run the callbacks of the batch. Only SystemExit and KeyboardInterrupt leave it."""
@@ -250,7 +235,7 @@ class Reactor:
         self.conns.clear()
         while True:
             self.dispatch()
-            self._take(lib.azc_take_events(self.native))
+            self.take(lib.azc_take_events(self.native))
             if self._batch is None:
                 break
         self._stats = ffi.new("azc_stats *", self._stats[0])
@@ -316,8 +301,17 @@ class ReactorSelector(selectors.BaseSelector):
             (lib.azc_conn_start if wanted else lib.azc_conn_stop)(self._poll)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        fired = self._reactor.wait(timeout)
-        if not fired & (_POLL | _WAKE):
+        reactor = self._reactor
+        if reactor._batch is not None:
+            return []  # an exception left it half walked: first the rest
+        # One turn. This runs each time round the loop: no call more than needed.
+        if timeout is None:
+            fired = _wait(reactor.native, -1)
+        elif timeout <= 0:
+            fired = _wait(reactor.native, 0)
+        else:
+            fired = _wait(reactor.native, int(min(timeout, _MAX_SELECT) * 1e9) + 1)
+        if not fired or not (fired := reactor.take(fired)) & (_POLL | _WAKE):
             return []
         ready: list[tuple[selectors.SelectorKey, int]] = []
         if fired & _WAKE and self._wake is not None:

@@ -354,6 +354,11 @@ def numbers(value: int, count: int) -> array.array[int]:
     return array.array("I", [int.from_bytes(bytes([value]) * 4, "little")]) * count
 
 
+def is_sanitized() -> bool:
+    """AddressSanitizer is loaded: it keeps memory of its own for every allocation."""
+    return "libasan" in Path("/proc/self/maps").read_text()
+
+
 # --- subprocesses whose freed memory is poisoned -------------------------------------------
 
 # glibc fills what is freed with POISON and what is allocated with its complement. Both show in a
@@ -439,8 +444,10 @@ class Child:
     ) -> None:
         environment = dict(os.environ) if environment is None else environment
         here = Path(__file__).parent
+        # This module only. Which aiozc is imported (the working tree's, an installed one with
+        # sanitizers) is the business of whoever started the tests, and the same in the child.
         environment["PYTHONPATH"] = os.pathsep.join(
-            [str(here), str(here.parent), environment.get("PYTHONPATH", "")]
+            [str(here), environment.get("PYTHONPATH", "")]
         ).rstrip(os.pathsep)
         self._errors = tempfile.TemporaryFile()
         self.process = subprocess.Popen(

@@ -24,6 +24,7 @@ from support import (
     StalledReader,
     assert_stream,
     eventually,
+    is_sanitized,
     live_operations,
     open_descriptors,
     plain_python,
@@ -225,6 +226,7 @@ with asyncio.Runner(
 """
 
 
+@pytest.mark.skipif(is_sanitized(), reason="AddressSanitizer's own memory is resident, too")
 @pytest.mark.parametrize("how", ["write", "writelines", "zc_submit"])
 def test_slices_of_bytes_cost_no_memory_while_they_wait(backend, how) -> None:
     # Case 41. Fails when: a view rooted in exact bytes is snapshotted.

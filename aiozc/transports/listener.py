@@ -1,4 +1,5 @@
-"""A listening socket: accepted descriptors become transports by asyncio's own `_accept_connection2`.
+"""A listening socket: accepted descriptors become transports, those of TLS by asyncio's own
+`_accept_connection2`, which waits for the handshake.
 
 Owns: the native accept of one socket. Made by loop.py's `_start_serving`; closed by `_stop_serving`, before
 the socket is, so that it can be bound again at once.
@@ -47,6 +48,23 @@ class Listener:
         if self._conn is not None:
             lib.azc_conn_start(self._conn)
 
+    def _serve(self, sock: socket.socket, extra: dict[str, Any], server: Any) -> None:
+        try:
+            protocol = self._factory()
+            self._loop._make_socket_transport(sock, protocol, extra=extra, server=server)
+        except (SystemExit, KeyboardInterrupt):
+            sock.close()
+            raise
+        except BaseException as exc:
+            sock.close()
+            if self._loop.get_debug():  # as asyncio: told only then
+                self._loop.call_exception_handler(
+                    {
+                        "message": "Error on transport creation for incoming connection",
+                        "exception": exc,
+                    }
+                )
+
     def close(self) -> None:
         """Nothing is accepted afterwards. Idempotent; the socket is the caller's to close."""
         if self._conn is None:
@@ -79,6 +97,10 @@ class Listener:
         with contextlib.suppress(OSError):  # gone again: its transport will say so
             extra["peername"] = sock.getpeername()
         sslcontext, server, _backlog, *timeouts = self._args
+        if sslcontext is None:
+            # Nothing to wait for: no task, and a burst has its transports within the turn.
+            self._serve(sock, extra, server)
+            return
         self._loop.create_task(
             self._loop._accept_connection2(  # type: ignore[attr-defined]
                 self._factory, sock, extra, sslcontext, server, *timeouts

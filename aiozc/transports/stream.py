@@ -193,15 +193,20 @@ class StreamTransport(NativeTransport):
         self._review()
 
     def _deliver_held(self) -> None:
-        while self._held and not self._paused and not self._closing:
-            item = self._held.popleft()
-            if isinstance(item, OSError):
-                self._run(self._end_of_data, item)
-            elif item:
-                self._run(self._deliver, memoryview(item))
-            else:
-                self._run(self._end_of_data, None)
-        self._review()
+        try:
+            while self._held and not self._paused and not self._closing:
+                item = self._held.popleft()
+                if isinstance(item, OSError):
+                    self._run(self._end_of_data, item)
+                elif item:
+                    self._run(self._deliver, memoryview(item))
+                else:
+                    self._run(self._end_of_data, None)
+        finally:
+            # SystemExit out of the protocol: the next run goes on with the rest.
+            if self._held and not self._paused and not self._closing:
+                self._loop.call_soon(self._deliver_held)
+            self._review()
 
     def _deliver(self, view: memoryview) -> None:
         """Hand one piece to the protocol; a BufferedProtocol may take it in several buffers, and
@@ -233,13 +238,17 @@ class StreamTransport(NativeTransport):
                 self._protocol.buffer_updated(n)
             except (SystemExit, KeyboardInterrupt):
                 if view and self._buffered:
-                    self._held.appendleft(bytes(view))
-                    self._loop.call_soon(self._deliver_held)
-                    self._review()
+                    self._hold_rest(view)
                 raise
             except BaseException as exc:
                 self._fatal_error(exc, f"Fatal error: protocol.{name}() call failed.")
                 return
+
+    def _hold_rest(self, view: memoryview) -> None:
+        if not self._held:
+            self._loop.call_soon(self._deliver_held)
+        self._held.appendleft(bytes(view))
+        self._review()
 
     def _end_of_data(self, error: OSError | None) -> None:
         if error is not None:
