@@ -73,7 +73,8 @@
 #define AZC_FALLBACK_ENOBUFS 1
 #define AZC_FALLBACK_EOPNOTSUPP 2
 #define AZC_FALLBACK_CAP 3
-#define AZC_FALLBACK_KINDS 4
+#define AZC_FALLBACK_PATH 4 /* adaptive: the path copies anyway */
+#define AZC_FALLBACK_KINDS 5
 
 /* Features found by azc_probe, by bit. */
 #define AZC_HAS_URING 1
@@ -126,7 +127,7 @@ typedef struct azc_op {
 } azc_op;
 
 /* One watched descriptor. The caller may set high, low, zc_low, mark,
- * zc_threshold and zc_cap. */
+ * zc_threshold, zc_cap and adaptive. */
 typedef struct azc_conn {
     uint64_t token;
     uint64_t unsent; /* bytes queued, or in the request that is not yet sent */
@@ -146,6 +147,7 @@ typedef struct azc_conn {
     uint8_t zc_ok; /* the socket can send zero-copy at all */
     uint8_t path;  /* AZC_PATH_* of the last report that could be trusted */
     uint8_t kind;
+    uint8_t adaptive; /* may be set: leave zero-copy where the path copies */
 } azc_conn;
 
 typedef struct azc_stats {
@@ -158,7 +160,7 @@ typedef struct azc_stats {
     uint64_t notifications;
     uint64_t notifications_outstanding;
     uint64_t copied_reports;
-    uint64_t fallbacks[4];
+    uint64_t fallbacks[5];
     uint64_t queued_bytes;
     uint64_t queued_peak;
     uint64_t pinned_bytes;

@@ -24,6 +24,12 @@
 #define SEND_NOW (64u << 10)
 /* A zero-copy stack is closed by MSG_EOR each so many bytes, else notifications starve. */
 #define EOR_BYTES (64u << 10)
+/* Adaptive: so many trusted reports in a row decide that the path copies; it is probed again by one
+ * request after so many bytes, then after twice as many, and so on (a capture ends, a route
+ * changes). */
+#define COPIED_REPORTS 2
+#define PROBE_GAP (16u << 20)
+#define PROBE_GAP_MAX (1u << 30)
 
 /* ---- table.c: fixed-size slots, addressed by slot number and generation ---- */
 
@@ -120,6 +126,8 @@ struct gathered {
     bool zc, eor;
 };
 
+void adapt(struct conn *c, bool copied);
+
 /* ---- dgramq.c ---- */
 
 struct dgram { /* lies in a chunk: one datagram, its address, its bytes */
@@ -150,6 +158,10 @@ struct conn {
     bool want_recv, armed, cancelling, eof;
     bool cancel_rq, cancel_rq_sent;
     bool last_eor;
+    /* Adaptive: what trusted reports said, and the stream position of the next probe. */
+    bool path_copies;
+    uint8_t copied_in_row, reports;
+    uint64_t probe_at, probe_gap;
     bool want_out;  /* the socket was full: wait until it is writable */
     bool out_armed; /* uring: a poll for that is with the kernel */
     uint32_t ep_mask;

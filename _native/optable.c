@@ -256,8 +256,10 @@ void req_notif(struct req *q, bool reported, bool copied)
     if (q->bytes || !q->first_seen)
         for (uint32_t i = 0; i < q->n_ops; i++)
             q->ops[i]->path |= (uint8_t)path;
-    if (path != AZC_PATH_UNKNOWN && q->bytes)
+    if (path != AZC_PATH_UNKNOWN && q->bytes) {
         c->pub.path = (uint8_t)path;
+        adapt(c, path == AZC_PATH_COPIED);
+    }
     if (!q->first_seen) {
         q->notif_seen = true;
         return;

@@ -120,6 +120,13 @@ static bool zc_allowed(struct conn *c, uint64_t zc_bytes, uint64_t bytes)
     struct azc_reactor *r = c->r;
     if (!zc_bytes || !c->pub.zc_ok || zc_bytes < c->pub.zc_threshold)
         return false;
+    if (c->pub.adaptive && c->path_copies) {
+        if (c->pub.sent_pos < c->probe_at) {
+            r->stats.fallbacks[AZC_FALLBACK_PATH]++;
+            return false;
+        }
+        c->probe_at = c->pub.sent_pos + c->probe_gap;
+    }
     if (c->pub.pinned + bytes > c->pub.zc_cap ||
         r->stats.pinned_bytes + bytes > r->cfg.zc_loop_cap) {
         r->stats.fallbacks[AZC_FALLBACK_CAP]++;
@@ -157,7 +164,9 @@ int sendq_gather(struct conn *c, struct gathered *g)
         g->zc = zc_allowed(c, zc_bytes, bytes);
     if (g->zc) {
         q->since_eor += bytes;
-        g->eor = q->since_eor >= EOR_BYTES;
+        /* A request whose report decides must not share its skb with another one. */
+        g->eor = q->since_eor >= EOR_BYTES ||
+                 (c->pub.adaptive && (c->path_copies || c->reports < COPIED_REPORTS));
         if (g->eor)
             q->since_eor = 0;
     }
@@ -165,6 +174,26 @@ int sendq_gather(struct conn *c, struct gathered *g)
     q->msg.msg_iov = q->iov;
     q->msg.msg_iovlen = n;
     return 0;
+}
+
+/* A report that can be trusted came: does this path copy? */
+void adapt(struct conn *c, bool copied)
+{
+    if (c->reports < COPIED_REPORTS)
+        c->reports++;
+    if (!copied) {
+        c->path_copies = false;
+        c->copied_in_row = 0;
+        c->probe_gap = 0;
+        return;
+    }
+    if (!c->path_copies && ++c->copied_in_row < COPIED_REPORTS)
+        return;
+    c->path_copies = true;
+    c->probe_gap = c->probe_gap ? c->probe_gap * 2 : PROBE_GAP;
+    if (c->probe_gap > PROBE_GAP_MAX)
+        c->probe_gap = PROBE_GAP_MAX;
+    c->probe_at = c->pub.sent_pos + c->probe_gap;
 }
 
 static void pop(struct conn *c)

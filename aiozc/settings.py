@@ -11,8 +11,8 @@ class Settings:
 
     backend: "uring", "epoll", or None: environment AIOZC_BACKEND, else what the probe finds.
     zerocopy: "auto", "off", or None: environment AIOZC_ZEROCOPY, else "auto".
-    adaptive: leave zero-copy where a connection's path copies anyway. Kept as a setting; the
-        adaptation itself is not built yet.
+    adaptive: leave zero-copy on a connection whose path copies anyway (loopback, a capture), where it
+        only costs; try again now and then. False: every request asks for zero-copy.
     zc_threshold: bytes of operations in one request from which it goes zero-copy. Smaller requests
         go by a gathering copy, with the same contract.
     zc_transport_cap, zc_loop_cap: bytes that one transport, or the loop, may have pinned. Over a

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-_FALLBACKS = ("ENOMEM", "ENOBUFS", "EOPNOTSUPP", "cap")
+_FALLBACKS = ("ENOMEM", "ENOBUFS", "EOPNOTSUPP", "cap", "path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,8 @@ class ZcStats:
     for zero-copy; parts: buffers gathered into them. notifications: releases told by the kernel, of
     which copied_reports said that it had copied (true for the first of a stack only).
     fallbacks: requests that went by copying, by reason: ENOMEM (RLIMIT_MEMLOCK), ENOBUFS,
-    EOPNOTSUPP (the socket cannot), cap (over zc_transport_cap or zc_loop_cap).
+    EOPNOTSUPP (the socket cannot), cap (over zc_transport_cap or zc_loop_cap), path (adaptive: this
+    connection's path copies anyway).
     queued_bytes: accepted and not sent. pinned_bytes: issued zero-copy and not released.
     enters: calls into io_uring_enter, or epoll_wait. enobufs: receives that found no free buffer.
     """

@@ -34,15 +34,26 @@ unsigned char received_bytes[RECEIVE_SIZE];
 
 static unsigned char *pattern; /* PERIOD bytes, and the beginning of the next period */
 
+__attribute__((noreturn)) static void leave(int status, const char *format, va_list arguments)
+{
+    fprintf(stderr, "%s: ", program_invocation_short_name);
+    vfprintf(stderr, format, arguments);
+    fputc('\n', stderr);
+    exit(status);
+}
+
 void die(const char *format, ...)
 {
     va_list arguments;
     va_start(arguments, format);
-    fprintf(stderr, "%s: ", program_invocation_short_name);
-    vfprintf(stderr, format, arguments);
-    fputc('\n', stderr);
-    va_end(arguments);
-    exit(1);
+    leave(1, format, arguments);
+}
+
+void die_at_the_end(const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    leave(2, format, arguments);
 }
 
 void *allocate(size_t count, size_t size)
@@ -174,14 +185,17 @@ int connect_to_server(int type, unsigned connection, unsigned source)
 
 void end_stream(int fd, unsigned connection)
 {
-    struct timeval limit = {.tv_sec = STALL_MS / 1000};
+    struct timeval limit = {.tv_sec = END_MS / 1000};
     shutdown(fd, SHUT_WR);
     setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
     ssize_t n = recv(fd, received_bytes, RECEIVE_SIZE, 0);
     if (n > 0)
         die("connection %u: surplus bytes at the end", connection);
+    if (n < 0 && errno == EAGAIN)
+        die_at_the_end("connection %u: not ended by the server %d s after us", connection,
+                       END_MS / 1000);
     if (n < 0)
-        die("connection %u: waiting for the end: %s", connection, strerror(errno));
+        die_at_the_end("connection %u: waiting for the end: %s", connection, strerror(errno));
     close(fd);
 }
 

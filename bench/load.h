@@ -14,7 +14,8 @@
  *     client: "REQUESTS ELAPSED_NS P50_NS P99_NS"       caller: newline (finish)
  *
  * A client must never report a measurement in which a byte was wrong, missing or surplus: it says
- * what it saw and exits with status 1 instead.
+ * what it saw and exits with status 1 instead. Status 2: the measurement stands, but a connection
+ * was not ended as it should.
  */
 #ifndef AIOZC_BENCH_LOAD_H
 #define AIOZC_BENCH_LOAD_H
@@ -24,7 +25,8 @@
 #include <stdint.h>
 
 #define RECEIVE_SIZE (256 * 1024)
-#define STALL_MS 10000
+#define STALL_MS 10000 /* without an answer: the server hangs */
+#define END_MS 3000    /* for a server to end a connection after us */
 
 struct options {
     uint16_t port;
@@ -49,6 +51,7 @@ extern int epoll;
 extern unsigned char received_bytes[RECEIVE_SIZE];
 
 __attribute__((noreturn, format(printf, 1, 2))) void die(const char *format, ...);
+__attribute__((noreturn, format(printf, 1, 2))) void die_at_the_end(const char *format, ...);
 void *allocate(size_t count, size_t size);
 /* A benchmark that is killed leaves no process behind. */
 void end_with_parent(void);

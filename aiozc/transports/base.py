@@ -38,7 +38,7 @@ class _Gone:
 
     token = queued_pos = sent_pos = mark = error = 0
     unsent = pinned = high = low = zc_low = zc_cap = zc_threshold = 0
-    zc_ok = path = 0
+    zc_ok = path = adaptive = 0
 
 
 class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignore[misc]

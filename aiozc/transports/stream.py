@@ -97,7 +97,6 @@ class StreamTransport(NativeTransport):
         extra: dict[str, Any] | None = None,
         server: Any = None,
     ) -> None:
-        self._adaptive = loop._settings.adaptive
         self._eof = False
         self._eof_seen = False
         self._fast = False
@@ -108,6 +107,7 @@ class StreamTransport(NativeTransport):
         self._marks: collections.deque[tuple[int, Operation]] = collections.deque()
         super().__init__(loop, sock, protocol, waiter, extra, server)
         self._conn.zc_low = loop._settings.zc_low_water
+        self._conn.adaptive = loop._settings.adaptive
         hooks.set_nodelay(sock)
 
     # -- protocol and information --
@@ -140,9 +140,9 @@ class StreamTransport(NativeTransport):
     def _zero_copy_info(self) -> ZeroCopyInfo:
         conn = self._conn
         if not conn.zc_ok or isinstance(self._protocol, hooks.SSLProtocol):
-            return ZeroCopyInfo("copy", 0, self._adaptive, "copied")
+            return ZeroCopyInfo("copy", 0, bool(conn.adaptive), "copied")
         path = path_name(conn.path) if conn.path else "unknown"
-        return ZeroCopyInfo("uring", int(conn.zc_threshold), self._adaptive, path)
+        return ZeroCopyInfo("uring", int(conn.zc_threshold), bool(conn.adaptive), path)
 
     def _review(self) -> None:
         """After any change of what receiving depends on."""
@@ -425,7 +425,7 @@ class StreamTransport(NativeTransport):
         if cap is not None:
             self._conn.zc_cap = cap
         if adaptive is not None:
-            self._adaptive = adaptive
+            self._conn.adaptive = adaptive
 
     def _settle_when_sent(self, op: Operation) -> None:
         """`op` (made by Operation.copied) ends when everything queued until now was accepted."""

@@ -44,6 +44,7 @@ async def sendfile(wanted: Wanted) -> Served:
 
     async def push(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while await reader.read(1):
+            file.seek(0)  # asyncio's own fallback takes offset 0 for "where the file stands"
             if await loop.sendfile(writer.transport, file) != wanted.size:
                 raise RuntimeError("loop.sendfile sent another number of bytes")
         writer.close()

@@ -49,6 +49,8 @@ def outcome_document(row: Row, outcome: Outcome, base: Figures | None) -> dict[s
     median = outcome.median
     if outcome.failure is not None:
         found |= {"failed": str(outcome.failure), "said": outcome.failure.said}
+    elif outcome.flaw is not None:
+        found |= {"flaw": str(outcome.flaw), "said": outcome.flaw.said}
     if median is not None:
         found |= {"rate": row.rate(median), "cpu": row.cpu(median), "median": asdict(median)}
     if median is not None and base is not None:

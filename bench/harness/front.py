@@ -58,7 +58,7 @@ def positive_float(text: str) -> float:
 
 
 def run(name: str, args: argparse.Namespace, rows: Sequence[Row], loops: Sequence[str]) -> int:
-    """The exit status: 0, or 1 where a row of our own loop failed or nothing could be measured."""
+    """The exit status: 1 where our own loop did anything wrong, or nothing could be measured."""
     try:
         bench = prepare(args)
         if args.profile and not args.loops:
@@ -74,7 +74,7 @@ def run(name: str, args: argparse.Namespace, rows: Sequence[Row], loops: Sequenc
         print(f"{name}.py: {error}", file=sys.stderr)
         return 1
     write(name, args, results)
-    return int(any(c.name.startswith(OURS) for _, c, _ in results.failures()))
+    return int(any(c.name.startswith(OURS) for _, c, _ in results.complaints()))
 
 
 def prepare(args: argparse.Namespace) -> Bench:
@@ -94,7 +94,7 @@ def show_profiles(bench: Bench, results: Results) -> None:
         for contestant in results.contestants:
             print(f"{contestant.name}, {row.title}:")
             try:
-                print(measure(bench, row, contestant, "--profile", str(PROFILE_LINES))[1])
+                print(measure(bench, row, contestant, "--profile", str(PROFILE_LINES)).output)
             except Failed as failure:
                 print(f"failed: {failure}")
 

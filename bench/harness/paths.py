@@ -31,8 +31,9 @@ def program(name: str) -> Path:
     if directory.stat().st_uid != os.getuid():
         raise BenchmarkError(f"{directory} belongs to somebody else")
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-    found = directory / f"{name}-{digest[:16]}"
+    found = directory / digest[:16] / name
     if not found.exists():
+        found.parent.mkdir(exist_ok=True)
         unfinished = found.with_suffix(f".{os.getpid()}")
         units = [source for source in sources if source.suffix == ".c"]
         subprocess.run([compiler, "-O2", "-o", unfinished, *units], check=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -21,6 +22,7 @@ from .paths import python_path
 
 END_LIMIT = 10.0  # seconds that a process may take to end when it is told to
 SAID_LIMIT = 2000  # characters of its standard error that are kept
+EXCEPTION = re.compile(r"[\w.]+(Error|Exception)\b")
 
 
 class Process:
@@ -101,10 +103,10 @@ class Process:
     def fail(self, what: str | None = None) -> NoReturn:
         if what is None:
             what = self.end()
-        lines = [line for line in self.said().splitlines() if line.strip()]
-        if lines:
-            what = f"{what}: {lines[-1].strip()}"
-        raise Failed(f"{self.name} {what}", self.said())
+        said = self.said()
+        if said:
+            what = f"{what}: {gist(said)}"
+        raise Failed(f"{self.name} {what}".strip(), said)
 
     def end(self) -> str:
         """How it ended, in words."""
@@ -123,3 +125,9 @@ class Process:
         size = os.fstat(self.errors.fileno()).st_size
         offset = max(0, size - SAID_LIMIT)
         return os.pread(self.errors.fileno(), SAID_LIMIT, offset).decode(errors="replace").strip()
+
+
+def gist(said: str) -> str:
+    """The line that says most: the last that names an exception, or else the last."""
+    lines = [line.strip() for line in said.splitlines()]
+    return next((line for line in reversed(lines) if EXCEPTION.match(line)), lines[-1])

@@ -43,7 +43,8 @@ def row_table(results: Results, row: Row) -> Table:
     table.add_column("faults", justify="right")
     base = results.median(row, BASELINE)
     for contestant, outcome in results.of(row):
-        table.add_row(contestant.name, *cells(row, outcome, base))
+        mark = " !" if outcome.flaw else ""
+        table.add_row(contestant.name + mark, *cells(row, outcome, base))
     return table
 
 
@@ -93,12 +94,18 @@ def at_a_glance(results: Results, row: Row, name: str, base: Figures | None, wha
 
 
 def notes(results: Results) -> list[str]:
-    requests = "for each request (a request of a GB/s row is one answer of the server)"
-    found = [f"CPU time and minor page faults: the server's; faults {requests}."]
+    found = [
+        "CPU time and minor page faults are the server's, for each request; where the server pushes, a "
+        "request is one of its answers (bulk and sendfile: 64 MiB)."
+    ]
     if results.interrupted:
         found.append("interrupted: medians of the rounds until then")
     found += [f"left out: {name} ({why})" for name, why in results.missing.items()]
-    found += [f"failed: {row.name}: {why}" for row, _, why in results.failures()]
+    for row, contestant, outcome in results.complaints():
+        if outcome.failure:
+            found.append(f"failed: {row.name}, {contestant.name}: {outcome.failure}")
+        else:
+            found.append(f"!: {row.name}, {contestant.name}: {outcome.flaw}")
     return found
 
 
@@ -115,7 +122,7 @@ def show(results: Results) -> None:
     for table in tables(results):
         console.print(table)
     for note in notes(results):
-        console.print(note, markup=False, highlight=False)
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
 def write_markdown(results: Results, path: Path) -> None:

@@ -31,6 +31,7 @@ class Outcome:
 
     rounds: list[Figures] = field(default_factory=list)
     failure: Failed | None = None
+    flaw: Failed | None = None  # of a measurement that stands: see measure.py
 
     @property
     def median(self) -> Figures | None:
@@ -55,12 +56,13 @@ class Results:
         outcome = self.outcomes.get((row.name, name))
         return outcome.median if outcome else None
 
-    def failures(self) -> list[tuple[Row, Contestant, Failed]]:
+    def complaints(self) -> list[tuple[Row, Contestant, Outcome]]:
+        """Everything that went wrong."""
         return [
-            (row, contestant, outcome.failure)
+            (row, contestant, outcome)
             for row in self.rows
             for contestant, outcome in self.of(row)
-            if outcome.failure is not None
+            if outcome.failure or outcome.flaw
         ]
 
 
@@ -102,8 +104,11 @@ def one_round(
         bar.update(task, description=f"{row.name}  {contestant.name}")
         if outcome.failure is None:
             try:
-                outcome.rounds.append(measure(bench, row, contestant)[0])
+                measurement = measure(bench, row, contestant)
+                outcome.rounds.append(measurement.figures)
+                outcome.flaw = outcome.flaw or measurement.flaw
             except Failed as failure:
                 outcome.failure = failure
-                bar.console.print(f"{row.name}: {failure}", markup=False, highlight=False)
+                text = f"{row.name}, {contestant.name}: {failure}"
+                bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         bar.advance(task)

@@ -199,6 +199,41 @@ static void small_writes_become_one_part_but_never_within_a_request(void)
     CHECK(r->stats.queued_bytes == 0);
 }
 
+static void a_path_that_copies_is_left_and_probed_again(void)
+{
+    azc_reactor *r = make(1 << 20);
+    struct conn *c = connection(r);
+    c->pub.adaptive = 1;
+    for (int i = 0; i < COPIED_REPORTS; i++) {
+        azc_submit_one(&c->pub, memory, 1 << 20);
+        struct req *q = issue(c);
+        CHECK(q->zc && q->fresh && c->last_eor);
+        req_first(q, 1 << 20, true);
+        req_notif(q, true, true);
+    }
+    uint64_t copied = 0;
+    struct req *q;
+    for (;;) { /* now by copying, until the next probe is due */
+        azc_submit_one(&c->pub, memory, 1 << 20);
+        q = issue(c);
+        if (q->zc)
+            break;
+        req_first(q, 1 << 20, false);
+        copied += 1 << 20;
+    }
+    CHECK(copied == PROBE_GAP);
+    CHECK(r->stats.fallbacks[AZC_FALLBACK_PATH] == copied >> 20);
+    req_first(q, 1 << 20, true);
+    req_notif(q, true, false); /* the path does not copy any more */
+    for (int i = 0; i < 20; i++) {
+        azc_submit_one(&c->pub, memory, 1 << 20);
+        q = issue(c);
+        CHECK(q->zc);
+        req_first(q, 1 << 20, true);
+    }
+    CHECK(c->pub.path == AZC_PATH_ZC);
+}
+
 static void one_unsent_request_a_socket(void)
 {
     azc_reactor *r = make(1000);
@@ -261,6 +296,7 @@ int main(void)
     an_error_fails_once_and_releases_last();
     withdraw_only_what_was_never_issued();
     small_writes_become_one_part_but_never_within_a_request();
+    a_path_that_copies_is_left_and_probed_again();
     one_unsent_request_a_socket();
     end_of_record_each_64_kib();
     tokens_of_freed_slots_are_stale();
