@@ -136,8 +136,10 @@ static void flush(struct azc_reactor *r)
     for (; c; c = next) {
         next = c->dirty_next;
         c->dirty = false;
-        if (c->closed)
+        if (c->closed) {
+            conn_maybe_free(c);
             continue;
+        }
         send_some(c);
         if (c->dq.head)
             dgramq_flush(c);

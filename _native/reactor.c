@@ -93,18 +93,6 @@ void mark_dirty(struct conn *c)
     c->r->dirty = c;
 }
 
-static void unmark_dirty(struct conn *c)
-{
-    if (!c->dirty)
-        return;
-    for (struct conn **p = &c->r->dirty; *p; p = &(*p)->dirty_next)
-        if (*p == c) {
-            *p = c->dirty_next;
-            break;
-        }
-    c->dirty = false;
-}
-
 /* Tell Python what it asked to be told, once. */
 void conn_notify(struct conn *c)
 {
@@ -136,9 +124,8 @@ void conn_send_failed(struct conn *c, int error)
 
 void conn_maybe_free(struct conn *c)
 {
-    if (!c->closed || c->rq || c->armed || c->out_armed || c->notifs)
-        return;
-    unmark_dirty(c);
+    if (!c->closed || c->dirty || c->rq || c->armed || c->out_armed || c->notifs)
+        return; /* while it is in the dirty list, flush calls again */
     if (c->orphan_fd >= 0)
         close(c->orphan_fd);
     sendq_destroy(c);
@@ -427,7 +414,6 @@ int azc_conn_close(azc_conn *pub, int error)
         rc = c->r->be->quiesce(c);
     if (pub->kind == AZC_STREAM)
         c->r->stats.connections--;
-    unmark_dirty(c);
     c->closed = true;
     for (uint32_t i = 0; i < table_slots(&c->r->reqs) && c->notifs && c->orphan_fd < 0; i++) {
         struct req *q = table_at(&c->r->reqs, i);

@@ -499,7 +499,9 @@ static void flush(struct azc_reactor *r)
     for (; c; c = next) {
         next = c->dirty_next;
         c->dirty = false;
-        if (!c->closed && !bring_up(c))
+        if (c->closed)
+            conn_maybe_free(c);
+        else if (!bring_up(c))
             mark_dirty(c);
     }
 }

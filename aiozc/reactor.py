@@ -228,6 +228,10 @@ class Reactor:
         for op in self.held.values():
             if type(op) is Operation:
                 op._waiters.clear()  # nobody can be waiting: the loop does not run any more
+        if self._stats.queued_bytes:
+            # Written after the last run: it goes out as far as the sockets take it.
+            self.attach()
+            self.detach()
         lib.azc_drain(self.native, int(self.settings.zc_close_timeout * 1e9))
         for owner in list(self.conns.values()):
             if owner is not None:

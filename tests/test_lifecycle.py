@@ -895,7 +895,10 @@ def test_a_run_that_is_stopped_in_mid_turn_keeps_what_had_arrived(loop_factory):
 
 
 @pytest.mark.parametrize("size", [1, 1000, 60_000])
-@pytest.mark.parametrize("call", ["write", "zc_submit", "write and close", "writelines", "task"])
+@pytest.mark.parametrize(
+    "call",
+    ["write", "zc_submit", "write and close", "writelines", "last write", "last zc_submit"],
+)
 @pytest.mark.parametrize("family", ["tcp", "unix"])
 def test_data_written_just_before_the_loop_ends_arrives(forced_loop_factory, family, call, size):
     # CASES 31.
@@ -907,9 +910,10 @@ def test_data_written_just_before_the_loop_ends_arrives(forced_loop_factory, fam
             writer.zc_submit(content)
         elif call == "writelines":
             writer.writelines([content[:10], content[10:]])
-        elif call == "task":
+        elif call == "last write":  # runs in the very turn that ends the loop
             loop.call_soon(writer.write, content)
-            await asyncio.sleep(0)
+        elif call == "last zc_submit":
+            loop.call_soon(writer.zc_submit, content)
         else:
             writer.write(content)
         if call == "write and close":
@@ -926,6 +930,27 @@ def test_data_written_just_before_the_loop_ends_arrives(forced_loop_factory, fam
         peer.close()
         del _writer
         collect()
+
+
+@pytest.mark.parametrize("call", ["write", "zc_submit"])
+def test_data_written_between_the_last_run_and_close_arrives(forced_loop_factory, call):
+    content = pattern(7, 50_000)
+    loop = forced_loop_factory()
+
+    async def begin():
+        return await open_stream()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        with closing(loop):
+            _, writer, peer = loop.run_until_complete(begin())
+            getattr(writer, call)(content)
+        peer.settimeout(5)
+        del writer, _
+        collect()
+        assert_same_stream(content, receive_now(peer, len(content)))
+        assert receive_now(peer, 1) == b""
+        peer.close()
 
 
 def test_data_written_between_two_runs_arrives_in_the_next(forced_loop_factory):

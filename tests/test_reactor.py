@@ -97,6 +97,28 @@ def test_turns_that_never_wait_still_see_a_notification(run, forced_loop_factory
     run(main(), forced_loop_factory)
 
 
+def test_turns_that_never_wait_still_see_what_overflowed(run, backend, loop_factory):
+    # What did not fit into the completion queue waits in the kernel, with no task work left to run.
+    async def main():
+        streams = [await open_stream() for _ in range(40)]
+        await asyncio.sleep(0.01)
+        for _, _, peer in streams:
+            peer.sendall(b"x" * 100)
+        reads = [asyncio.create_task(reader.readexactly(100)) for reader, _, _ in streams]
+        time.sleep(0.05)  # all of them are ready before the loop looks
+        deadline = time.monotonic() + 5
+        while not all(read.done() for read in reads):
+            assert time.monotonic() < deadline, f"{sum(r.done() for r in reads)} of 40"
+            await asyncio.sleep(0)
+        if backend == "uring":
+            assert stats().cq_overflows > 0
+        for _, writer, peer in streams:
+            writer.close()
+            peer.close()
+
+    run(main(), lambda: loop_factory(ring_entries=8, cq_entries=8))
+
+
 def test_an_idle_loop_sleeps(run):
     async def main():
         server = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)

@@ -17,6 +17,7 @@ import socket
 import ssl
 import tempfile
 import threading
+import time
 import warnings
 import weakref
 from pathlib import Path
@@ -193,6 +194,29 @@ def test_data_and_eof_that_arrive_while_paused_come_after_the_resume(run, family
         transport.resume_reading()
         assert await lost(protocol) is None
         assert protocol.data == b"first second"
+        peer.close()
+
+    run(main())
+
+
+def test_a_pause_in_data_received_holds_back_an_eof_that_came_with_the_data(run, family):
+    class Pausing(Recorder):
+        def data_received(self, data):
+            super().data_received(data)
+            self.transport.pause_reading()
+
+    async def main():
+        transport, protocol, peer = await connect(Pausing, family)
+        await asyncio.sleep(0.01)
+        peer.sendall(b"data")
+        peer.shutdown(socket.SHUT_WR)
+        time.sleep(0.05)  # blocks the loop: data and end of file are read in one turn
+        await eventually(lambda: protocol.data == b"data")
+        await asyncio.sleep(0.05)
+        assert protocol.calls == ["connection_made", "data_received"]
+        transport.resume_reading()
+        assert await lost(protocol) is None
+        assert protocol.calls[2:] == ["eof_received", "connection_lost"]
         peer.close()
 
     run(main())

@@ -98,34 +98,28 @@ class Connection:
         self.enough = asyncio.Event()  # it received as much as its own end needs
 
     async def run(self) -> None:
-        what = self.plan
-        peer.set_rcvbuf(self.writer.get_extra_info("socket"), what.rcvbuf)
-        both = asyncio.gather(self.receive(), self.send())
-        try:
-            if what.peer_end:
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(
-                        asyncio.gather(both, self.enough.wait()), what.peer_end_after
-                    )
-                if what.peer_end == "reset":
-                    peer.set_reset(self.writer.get_extra_info("socket"))
-                self.said.end = "own"
-            else:
-                await both
-                self.said.end = "eof"
-        except OSError:
-            self.said.end = "own" if what.peer_end else "reset"
-            both.cancel()
-        finally:
-            with contextlib.suppress(OSError, asyncio.CancelledError):
-                await both
-            if self.said.end == "eof":
-                self.writer.close()
-            else:
-                self.writer.transport.abort()
-            with contextlib.suppress(OSError):
-                await self.writer.wait_closed()
-            peer.say(asdict(self.said))
+        what, said = self.plan, self.said
+        sock = self.writer.get_extra_info("socket")
+        peer.set_rcvbuf(sock, what.rcvbuf)
+        tasks = [asyncio.create_task(self.receive()), asyncio.create_task(self.send())]
+        limit = what.peer_end_after if what.peer_end else None
+        await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+        lost = any(task.done() and task.exception() for task in tasks)
+        said.end = "own" if what.peer_end else "reset" if lost else "eof"
+        if what.peer_end == "reset":
+            peer.set_reset(sock)
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, Exception) and not isinstance(outcome, OSError):
+                said.wrong = said.wrong or f"the peer itself failed: {outcome!r}"
+        if said.end == "eof":
+            self.writer.close()
+        else:
+            self.writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await self.writer.wait_closed()
+        peer.say(asdict(said))
 
     async def send(self) -> None:
         what, said = self.plan, self.said

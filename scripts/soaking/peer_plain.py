@@ -121,7 +121,7 @@ class Connection:
         self.sock = sock
         self.plan = what
         self.header = b""
-        self.handshake = what is not None and what.number.to_bytes(plan.HEADER, "big") or b""
+        self.handshake = b"" if what is None else what.number.to_bytes(plan.HEADER, "big")
         self.began = 0.0
         self.open = True
         self.reading = True
@@ -156,7 +156,7 @@ class Connection:
         self.all_sent()
 
     def all_sent(self) -> None:
-        if self.left() or not self.sending or not self.plan:
+        if self.handshake or self.left() or not self.sending or not self.plan:
             return
         if self.eof_seen:
             self.finish("eof")
@@ -183,6 +183,7 @@ class Connection:
     def send(self) -> None:
         if self.handshake:
             self.handshake = self.handshake[self.sock.send(self.handshake) :]
+            self.all_sent()
         elif self.plan:
             size = min(self.left(), self.plan.chunk)
             data = pattern.piece(2 * self.plan.number + 1, self.said.sent, size)

@@ -37,6 +37,7 @@ class Plan:
     buffered: bool  # receive by a BufferedProtocol (where we connect)
     steps: tuple[Step, ...]
     end: str  # eof, close, abort, reset; peer: it ends the connection, at any time
+    cut: float  # abort, reset: so many seconds after the start; < 0: after the last step
     sndbuf: int
     threshold: int
     cap: int
@@ -111,7 +112,7 @@ def make(seed: int, number: int, families: tuple[str, ...] = FAMILIES) -> Plan:
     rng = random.Random(f"{seed}:{number}")
     end = rng.choices(("eof", "close", "abort", "reset", "peer"), (30, 25, 15, 12, 18))[0]
     reads = rng.choices(("fast", "slow", "stall", "never"), (50, 25, 15, 10))[0]
-    if reads == "never" and end in ("eof", "close", "abort"):
+    if reads == "never" and end != "peer":
         reads = "stall"
     largest = 8 * MIB if rng.random() < 0.1 else rng.choice((4 * KIB, 128 * KIB, MIB))
     steps = []
@@ -131,6 +132,7 @@ def make(seed: int, number: int, families: tuple[str, ...] = FAMILIES) -> Plan:
         buffered=rng.random() < 0.3,
         steps=tuple(steps),
         end=end,
+        cut=rng.uniform(0.0, 0.5) if end in ("abort", "reset") and rng.random() < 0.6 else -1.0,
         sndbuf=rng.choice((0, 0, 4 * KIB, 64 * KIB, MIB)),
         threshold=rng.choice((-1, -1, -1, 0, 4096, 1 << 40)),
         cap=rng.choice((-1, -1, -1, -1, 0, 64 * KIB)),

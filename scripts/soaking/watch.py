@@ -1,0 +1,103 @@
+"""What a process holds: memory, descriptors, and what its loop has in flight. Samples, and the table of them.
+
+Used by soak.py in its own process and by idle.py from outside. Must never allocate much: it is part of what it
+measures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+MIB = 1024 * 1024
+
+
+def rss(pid: int | str = "self") -> int:
+    with open(f"/proc/{pid}/statm", "rb") as file:
+        return int(file.read().split()[1]) * PAGE
+
+
+def descriptors(pid: int | str = "self") -> int:
+    """Open descriptors; for this process without the one that lists them."""
+    return len(os.listdir(f"/proc/{pid}/fd")) - (pid == "self")
+
+
+def settle() -> None:
+    """Give back what nobody refers to, so that what is left is held by somebody."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def mib(size: float) -> str:
+    return f"{size / MIB:.1f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    at: float
+    quiet: bool  # nothing was going on: every level must be as at the start
+    rss: int
+    fds: int
+    lives: int
+    connections: int
+    queued: int
+    pinned: int
+    operations: int
+    held: int
+
+
+@dataclass
+class Watch:
+    loop: Any
+    began: float = field(default_factory=time.monotonic)
+    samples: list[Sample] = field(default_factory=list)
+
+    def take(self, lives: int, quiet: bool = False) -> Sample:
+        stats = self.loop.zc_stats()
+        sample = Sample(
+            at=time.monotonic() - self.began,
+            quiet=quiet,
+            rss=rss(),
+            fds=descriptors(),
+            lives=lives,
+            connections=stats.connections,
+            queued=stats.queued_bytes,
+            pinned=stats.pinned_bytes,
+            operations=stats.operations_live,
+            held=len(self.loop._reactor.held),
+        )
+        self.samples.append(sample)
+        return sample
+
+    def show(self, console: Console, title: str, rows: int = 16) -> None:
+        """Every quiet moment, and of the busy ones as many as there is room for."""
+        table = Table(title=title, title_justify="left")
+        for name in ("s", "lives", "descriptors", "RSS MiB", "queued MiB", "pinned MiB"):
+            table.add_column(name, justify="right")
+        for name in ("operations", "held", ""):
+            table.add_column(name, justify="right")
+        step = max(1, len(self.samples) // rows)
+        for i, s in enumerate(self.samples):
+            if s.quiet or i % step == 0:
+                table.add_row(
+                    f"{s.at:.1f}",
+                    str(s.lives),
+                    str(s.fds),
+                    mib(s.rss),
+                    mib(s.queued),
+                    mib(s.pinned),
+                    str(s.operations),
+                    str(s.held),
+                    "quiet" if s.quiet else "",
+                )
+        console.print(table)
