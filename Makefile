@@ -1,7 +1,7 @@
 # The whole of the development: `make demo` and `make test` work from a fresh clone.
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter; each version has an environment of its own.
-# ARGS are handed on to pytest, and to the benchmark by bench-echo.
+# ARGS are handed on to pytest, and to the benchmark by bench-echo and bench-peers.
 # Nothing is fetched or rebuilt that is already there: stamps in the environment remember it.
 
 PYTHON ?= python3
@@ -16,16 +16,16 @@ ASAN := $(patsubst .venv%,.venv-asan%,$(VENV))
 PY := $(VENV)/bin/python
 ASAN_PY := $(ASAN)/bin/python
 # One stamp for each extra of pyproject.toml that is installed.
-DEPS := $(addprefix $(VENV)/.deps-,test dev bench)
+DEPS := $(addprefix $(VENV)/.deps-,test dev bench peers conformance)
 ASAN_DEPS := $(ASAN)/.deps-test
 NATIVE := $(wildcard _native/*.c _native/*.h _native/*.py)
 PACKAGE := $(shell find aiozc -name '*.py')
-C_FILES := $(wildcard _native/*.c _native/*.h bench/*.c)
+C_FILES := $(wildcard _native/*.c _native/*.h bench/*.c bench/*.h)
 # What changes the native module without changing a file of it.
 FLAVOUR := werror=$(AIOZC_WERROR) sanitize=$(AIOZC_SANITIZE) CC=$(CC) CFLAGS=$(CFLAGS)
 
-.PHONY: build demo test slow full asan conformance lint format bench-echo clean distclean \
-	bootstrap FORCE
+.PHONY: build demo test slow full asan conformance lint format bench-echo bench-peers \
+	clean distclean bootstrap FORCE
 .NOTPARALLEL:
 
 build: $(VENV)/.native
@@ -42,11 +42,14 @@ slow: build
 
 full: test slow asan conformance
 
-conformance: build
-	scripts/conformance.sh $(PY)
+conformance: build $(VENV)/.deps-conformance
+	$(PY) scripts/conformance.py $(ARGS)
 
 bench-echo: build $(VENV)/.deps-bench
 	$(PY) bench/echo.py $(ARGS)
+
+bench-peers: build $(VENV)/.deps-bench $(VENV)/.deps-peers
+	$(PY) bench/peers.py $(ARGS)
 
 lint: $(VENV)/.deps-test $(VENV)/.deps-dev
 	$(VENV)/bin/ruff check .

@@ -207,7 +207,7 @@ azc_stats *azc_stats_of(azc_reactor *r);
 size_t azc_take_released(azc_reactor *r, uint64_t *tokens, size_t max);
 
 /* Connections. azc_conn_close ends everything that the kernel does for it, at once. */
-azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind);
+azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind, int family);
 int azc_conn_start(azc_conn *c);
 int azc_conn_stop(azc_conn *c);
 int azc_conn_quiesce(azc_conn *c);

@@ -12,6 +12,7 @@
 
 #include <errno.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -323,19 +324,8 @@ size_t azc_take_released(azc_reactor *r, uint64_t *tokens, size_t max)
 
 /* ---- connections ---- */
 
-static bool can_zero_copy(int fd)
-{
-    int domain = 0, type = 0;
-    socklen_t n = sizeof domain;
-    if (getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &n) < 0)
-        return false;
-    n = sizeof type;
-    if (getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &n) < 0)
-        return false;
-    return (domain == AF_INET || domain == AF_INET6) && type == SOCK_STREAM;
-}
-
-azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind)
+/* family: of the socket, AF_*. A TCP socket gets TCP_NODELAY, as asyncio's transports have it. */
+azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind, int family)
 {
     struct conn *c = table_new(&r->conns);
     if (!c)
@@ -351,7 +341,12 @@ azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind)
     c->dq.recv_msg.msg_namelen = AZC_NAME_MAX;
     if (kind == AZC_STREAM) {
         r->stats.connections++;
-        c->pub.zc_ok = r->cfg.backend == AZC_URING && r->cfg.zerocopy && can_zero_copy(fd);
+        bool tcp = family == AF_INET || family == AF_INET6;
+        int on = 1;
+        if (tcp)
+            (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on,
+                             sizeof on); /* not for MPTCP, SCTP */
+        c->pub.zc_ok = tcp && r->cfg.backend == AZC_URING && r->cfg.zerocopy;
     }
     return &c->pub;
 }

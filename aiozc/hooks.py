@@ -5,7 +5,6 @@ against the running Python.
     asyncio.StreamWriter.zc_*                   added methods, so a plain start_server's writer has them
     Server._attach / _detach                    take the transport from 3.13 on
     sslproto.SSLProtocol, _SSLProtocolTransport TLS runs over our transport; zc_* on it copies
-    base_events._set_nodelay                    asyncio's rule for Nagle
     constants.*                                 retry delays and log thresholds, TLS timeouts
     transports._FlowControlMixin                high and low water, pause and resume
 
@@ -29,11 +28,9 @@ __all__ = [
     "constants",
     "detach",
     "patch_stream_writer",
-    "set_nodelay",
 ]
 
 FlowControlMixin: Any = _FlowControlMixin
-set_nodelay: Any = base_events._set_nodelay  # type: ignore[attr-defined]
 SSLProtocol: Any = sslproto.SSLProtocol
 SSLProtocolTransport: Any = sslproto._SSLProtocolTransport
 

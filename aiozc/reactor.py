@@ -179,8 +179,8 @@ class Reactor:
 
     # -- connections and operations --
 
-    def open(self, fd: int, kind: int, owner: Any) -> Any:
-        conn = lib.azc_conn_open(self.native, fd, kind)
+    def open(self, fd: int, kind: int, owner: Any, family: int = 0) -> Any:
+        conn = lib.azc_conn_open(self.native, fd, kind, family)
         if conn == ffi.NULL:
             raise MemoryError("aiozc: no memory for a connection")
         self.conns[conn.token] = owner

@@ -92,10 +92,11 @@ class Soak:
         self.reports: dict[int, asyncio.Future[peer.Report]] = {}
         self.arrivals: dict[int, asyncio.Future[Any]] = {}
         self.peers: dict[str, PeerProcess] = {}
-        self.numbers = itertools.count(args.first)
+        self.numbers = iter(args.only) if args.only else itertools.count()
         self.watch = Watch(loop)
         self.alive = 0
         self.slowest_turn = 0.0
+        self.slowest_life = (0.0, "")
         self.families = tuple(f for f in plan.FAMILIES if self.has(f))
         loop.set_exception_handler(self.on_exception)
 
@@ -112,7 +113,10 @@ class Soak:
         self.violate(f"{text}\n    {what}")
 
     def violate(self, text: str) -> None:
+        """Told at once: who hangs afterwards is not asked any more."""
         self.violations.append(text)
+        if len(self.violations) <= SHOWN:
+            print(f"VIOLATION {text}", file=sys.stderr, flush=True)
 
     def on_exception(self, loop: Any, context: dict[str, Any]) -> None:
         self.violate(f"exception handler: {context}")
@@ -201,6 +205,8 @@ class Soak:
                 slots = (self.slot(until) for _ in range(self.args.connections))
                 await asyncio.gather(*slots)
                 await self.quiet()
+                if self.violations:
+                    break
         finally:
             sampling.cancel()
             peers, self.peers = self.peers, {}
@@ -211,16 +217,19 @@ class Soak:
                 await server.wait_closed()
 
     async def slot(self, until: float) -> None:
-        while self.loop.time() < until and len(self.violations) < 100:
-            what = plan.make(self.seed, next(self.numbers), self.families)
-            if self.args.only is not None and what.number not in self.args.only:
-                continue
+        while self.loop.time() < until and not self.violations:
+            number = next(self.numbers, None)
+            if number is None:
+                return
+            what = plan.make(self.seed, number, self.families)
             self.alive += 1
+            began = self.loop.time()
             try:
                 await Life(self, what).run()
             finally:
                 self.alive -= 1
                 self.reports.pop(what.number, None)
+            self.slowest_life = max(self.slowest_life, (self.loop.time() - began, str(what)))
             self.totals["lives"] += 1
 
     async def sample(self) -> None:
@@ -301,7 +310,6 @@ def parse() -> argparse.Namespace:
         help="many: the loop is stopped and run again each 0.3 s; threads: in another thread each",
     )
     parser.add_argument("--rss-bound", type=float, default=16.0, metavar="MIB")
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="first connection's number")
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="only these connections")
     args = parser.parse_args()
     if args.seed is None:
@@ -340,13 +348,13 @@ def main() -> int:
     for name, count in sorted(soak.totals.items()):
         table.add_row(name, f"{count:,}")
     table.add_row("slowest turn, ms", f"{soak.slowest_turn * 1000:.0f}")
+    table.add_row("slowest life, ms", f"{soak.slowest_life[0] * 1000:.0f}")
     for name in ("requests", "zc_requests", "notifications", "enobufs", "cq_overflows"):
         table.add_row(name, f"{getattr(stats, name):,}")
     for name, count in stats.fallbacks.items():
         table.add_row(f"fall-back {name}", f"{count:,}")
     console.print(table)
-    for text in soak.violations[:SHOWN]:
-        console.print(f"[red]VIOLATION[/red] {text}", highlight=False, soft_wrap=True)
+    console.print(f"slowest life: {soak.slowest_life[1]}", highlight=False, soft_wrap=True)
     if soak.violations:
         console.print(f"{len(soak.violations)} violations; run it again with --seed {args.seed}")
         return 1

@@ -103,6 +103,7 @@ class Plan:
     chunk: int
     pause: float
     every: int
+    late: float
     nodelay: bool
     mode: str
     ending: str
@@ -156,13 +157,14 @@ def plans(family=("tcp", "tcp", "tcp", "unix"), modes=("forced", "forced", "smal
         *(st.tuples(st.just("off"), st.sampled_from(sizes + tiny)) for m in modes if m == "off"),
     )
     return st.builds(
-        lambda steps, family, way, reader, nodelay, ending: Plan(
-            steps, family, *way[1], *reader, nodelay, way[0], ending
+        lambda steps, family, way, reader, late, nodelay, ending: Plan(
+            steps, family, *way[1], *reader, late, nodelay, way[0], ending
         ),
         st.lists(step, min_size=1, max_size=30),
         st.sampled_from(family),
         ways,
         readers,
+        st.sampled_from([0.0, 0.005, 0.05]),  # calls meet a request that waits for a full socket
         st.booleans(),
         st.sampled_from(["write_eof", "close"]),
     )
@@ -254,7 +256,11 @@ async def follow(plan: Plan) -> None:
     _, writer, peer = await open_stream(
         plan.family, sndbuf=plan.sndbuf, rcvbuf=plan.rcvbuf, nodelay=plan.nodelay
     )
-    reader = Reader(peer, chunk=plan.chunk, pause=plan.pause, every=plan.every)
+    reader = Reader(
+        peer, chunk=plan.chunk, pause=plan.pause, every=plan.every, stalled=plan.late > 0
+    )
+    if plan.late:
+        loop.call_later(plan.late, reader.go)
     caller = Caller(writer, plan.budget())
     try:
         for name, argument in plan.steps:

@@ -56,9 +56,11 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         waiter: asyncio.Future[Any] | None,
         extra: dict[str, Any] | None,
         server: Any,
+        family: int,
     ) -> None:
+        fd = self._sock_fd = sock.fileno()
         self._reactor = loop._reactor
-        self._conn: Any = _Gone()
+        self._conn: Any = self._reactor.open(fd, self._kind, self, family)
         super().__init__(extra, loop)  # type: ignore[call-arg]
         self._extra["socket"] = trsock.TransportSocket(sock)
         for name, ask in (("sockname", sock.getsockname), ("peername", sock.getpeername)):
@@ -69,7 +71,6 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
             except OSError:
                 self._extra[name] = None
         self._sock = sock
-        self._sock_fd = sock.fileno()
         self._server = server
         self._conn_lost = 0  # as asyncio's: connection_lost is scheduled, or writes after it
         self._closing = False
@@ -78,14 +79,11 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         self._protocol_connected = False
         self._protocol: Any = None
         self._run = contextvars.copy_context().run
-        self._conn = self._reactor.open(self._sock_fd, self._kind, self)
-        self._set_write_buffer_limits()
         self.set_protocol(protocol)
         if server is not None:
             hooks.attach(server, self)
-        loop._transports[self._sock_fd] = self  # type: ignore[attr-defined]
-        loop.call_soon(protocol.connection_made, self)
-        loop.call_soon(self._start_reading)  # only once connection_made was called
+        loop._transports[fd] = self  # type: ignore[attr-defined]
+        loop.call_soon(self._begin)
         if waiter is not None:
             loop.call_soon(futures._set_result_unless_cancelled, waiter, None)  # type: ignore[attr-defined]
 
@@ -122,9 +120,12 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
     def is_reading(self) -> bool:
         return not self._closing and not self._paused
 
-    def _start_reading(self) -> None:
-        self._started = True
-        self._receive(self.is_reading())
+    def _begin(self) -> None:
+        try:
+            self._protocol.connection_made(self)
+        finally:  # an error in it is reported, and data comes all the same: as asyncio
+            self._started = True
+            self._receive(self.is_reading())
 
     def _receive(self, wanted: bool) -> None:
         if self._conn.token:

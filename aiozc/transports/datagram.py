@@ -49,7 +49,7 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
         self._family = sock.family
         self._names: dict[Any, bytes] = {}
         self._addresses: dict[bytes, Any] = {}
-        super().__init__(loop, sock, protocol, waiter, extra, None)
+        super().__init__(loop, sock, protocol, waiter, extra, None, int(self._family))
 
     # -- receiving --
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import hooks
 from .._reactor_c import lib
+from .stream import StreamTransport
 
 if TYPE_CHECKING:
     from ..loop import EventLoop
@@ -26,7 +27,7 @@ _NO_RESOURCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Listener:
-    __slots__ = ("_args", "_conn", "_factory", "_loop", "_run", "_sock", "_timer")
+    __slots__ = ("_args", "_conn", "_factory", "_kind", "_loop", "_run", "_sock", "_timer")
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class Listener:
         self._factory = factory
         self._sock = sock
         self._args = args  # sslcontext, server, backlog, ssl timeouts: as asyncio passes them
+        self._kind = (int(sock.family), int(sock.type), sock.proto)
         self._timer: Any = None
         self._run = contextvars.copy_context().run  # what connections are served in
         self._conn: Any = loop._reactor.open(sock.fileno(), lib.AZC_LISTEN, self)
@@ -51,7 +53,7 @@ class Listener:
     def _serve(self, sock: socket.socket, extra: dict[str, Any], server: Any) -> None:
         try:
             protocol = self._factory()
-            self._loop._make_socket_transport(sock, protocol, extra=extra, server=server)
+            StreamTransport(self._loop, sock, protocol, None, extra, server, self._kind[0])
         except (SystemExit, KeyboardInterrupt):
             sock.close()
             raise
@@ -92,7 +94,8 @@ class Listener:
         self._timer = self._loop.call_later(hooks.constants.ACCEPT_RETRY_DELAY, self.start)
 
     def _accepted(self, fd: int) -> None:
-        sock = socket.socket(self._sock.family, self._sock.type, self._sock.proto, fileno=fd)
+        family, kind, proto = self._kind
+        sock = socket.socket(family, kind, proto, fileno=fd)
         extra: dict[str, Any] = {}
         with contextlib.suppress(OSError):  # gone again: its transport will say so
             extra["peername"] = sock.getpeername()

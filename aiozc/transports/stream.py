@@ -96,6 +96,7 @@ class StreamTransport(NativeTransport):
         waiter: asyncio.Future[Any] | None = None,
         extra: dict[str, Any] | None = None,
         server: Any = None,
+        family: int | None = None,
     ) -> None:
         self._eof = False
         self._eof_seen = False
@@ -105,10 +106,11 @@ class StreamTransport(NativeTransport):
         self._empty_waiter: asyncio.Future[None] | None = None
         self._zc_waiters: list[asyncio.Future[None]] = []
         self._marks: collections.deque[tuple[int, Operation]] = collections.deque()
-        super().__init__(loop, sock, protocol, waiter, extra, server)
+        if family is None:
+            family = int(sock.family)
+        super().__init__(loop, sock, protocol, waiter, extra, server, family)
         self._conn.zc_low = loop._settings.zc_low_water
         self._conn.adaptive = loop._settings.adaptive
-        hooks.set_nodelay(sock)
 
     # -- protocol and information --
 

@@ -75,8 +75,6 @@ def available(
         except subprocess.TimeoutExpired:
             missing[name] = "making a loop does not end"
             continue
-        except OSError as error:
-            raise BenchmarkError(f"{python}: {error.strerror}") from None
         if probe.returncode == 0:
             found.append(Contestant(name, python, probe.stdout.strip()))
         else:

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import sys
-import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,15 +13,8 @@ from .rounds import Outcome, Results
 from .rows import Row
 
 
-def document(results: Results, name: str, about: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "benchmark": name,
-        "command": [f"bench/{name}.py", *sys.argv[1:]],
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "kernel": platform.release(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        **about,
+def document(results: Results) -> dict[str, Any]:
+    return asdict(results.about) | {
         "interrupted": results.interrupted,
         "baseline": BASELINE,
         "loops": {c.name: {"version": c.version} for c in results.contestants}
@@ -59,5 +47,5 @@ def outcome_document(row: Row, outcome: Outcome, base: Figures | None) -> dict[s
     return found | {"rounds": [asdict(figures) for figures in outcome.rounds]}
 
 
-def write_json(results: Results, name: str, about: Mapping[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(document(results, name, about), indent=2) + "\n")
+def write_json(results: Results, path: Path) -> None:
+    path.write_text(json.dumps(document(results), indent=2) + "\n")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import util
 from pathlib import Path
 
+from .about import about
 from .contestants import NAMES, Window, available
 from .document import write_json
 from .errors import BenchmarkError, Failed
@@ -63,17 +64,17 @@ def run(name: str, args: argparse.Namespace, rows: Sequence[Row], loops: Sequenc
         bench = prepare(args)
         if args.profile and not args.loops:
             args.loops = ["aiozc-uring"]
-        found, missing = available(args.python, args.loops, loops)
-        results = Results(rows, found, missing)
+        described = about(name, args.python, args.seconds, WARMUP, args.rounds)
+        results = Results(described, rows, *available(args.python, args.loops, loops))
         with only_benchmark():
             if args.profile:
                 show_profiles(bench, results)
                 return 0
-            run_rounds(bench, args.rounds, results)
+            run_rounds(bench, results)
     except BenchmarkError as error:
         print(f"{name}.py: {error}", file=sys.stderr)
         return 1
-    write(name, args, results)
+    write(args, results)
     return int(any(c.name.startswith(OURS) for _, c, _ in results.complaints()))
 
 
@@ -99,11 +100,10 @@ def show_profiles(bench: Bench, results: Results) -> None:
                 print(f"failed: {failure}")
 
 
-def write(name: str, args: argparse.Namespace, results: Results) -> None:
+def write(args: argparse.Namespace, results: Results) -> None:
     show(results)
-    about = {"seconds": args.seconds, "warmup": WARMUP, "rounds": args.rounds}
     if args.json:
-        write_json(results, name, about, args.json)
+        write_json(results, args.json)
     if args.markdown:
         write_markdown(results, args.markdown)
     if args.plot:

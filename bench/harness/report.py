@@ -5,6 +5,7 @@ The same tables go to the terminal and, with --markdown, to a file.
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def ratio(value: float, base: float | None) -> str:
 
 
 def row_table(results: Results, row: Row) -> Table:
-    table = Table(title=row.title, title_justify="left")
+    table = Table()
     per = f"/{BASELINE}"
     table.add_column("loop")
     for heading in (row.rate_unit, per, row.cpu_unit, per, "user", "system"):
@@ -68,11 +69,7 @@ def cells(row: Row, outcome: Outcome, base: Figures | None) -> list[str]:
 
 def overview(results: Results, what: str) -> Table:
     """All rows: CPU time, or the rate, as a ratio to the baseline."""
-    title = {"cpu": "CPU time", "rate": "Rate"}[what]
-    better = {"cpu": "below", "rate": "above"}[what]
-    table = Table(
-        title=f"{title} relative to {BASELINE}: {better} 1 is better", title_justify="left"
-    )
+    table = Table()
     table.add_column("row")
     for contestant in results.contestants:
         table.add_column(contestant.name, justify="right")
@@ -95,8 +92,9 @@ def at_a_glance(results: Results, row: Row, name: str, base: Figures | None, wha
 
 def notes(results: Results) -> list[str]:
     found = [
+        str(results.about),
         "CPU time and minor page faults are the server's, for each request; where the server pushes, a "
-        "request is one of its answers (bulk and sendfile: 64 MiB)."
+        "request is one of its answers (bulk and sendfile: 64 MiB).",
     ]
     if results.interrupted:
         found.append("interrupted: medians of the rounds until then")
@@ -109,29 +107,35 @@ def notes(results: Results) -> list[str]:
     return found
 
 
-def tables(results: Results) -> list[Table]:
-    found = [row_table(results, row) for row in results.rows]
-    if len(results.rows) > 1 and any(results.median(r, BASELINE) for r in results.rows):
-        found += [overview(results, "rate"), overview(results, "cpu")]
+def tables(results: Results) -> list[tuple[str, Table]]:
+    """With their titles."""
+    found = [(row.title, row_table(results, row)) for row in results.rows]
+    if len(results.rows) > 1 and any(results.median(row, BASELINE) for row in results.rows):
+        found += [
+            (f"Rate relative to {BASELINE}: above 1 is better", overview(results, "rate")),
+            (f"CPU time relative to {BASELINE}: below 1 is better", overview(results, "cpu")),
+        ]
     return found
 
 
 def show(results: Results) -> None:
     # Wide enough for the whole table also where the output is a file.
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    for table in tables(results):
+    for title, table in tables(results):
+        console.print(title, style="bold", highlight=False)
         console.print(table)
     for note in notes(results):
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
 def write_markdown(results: Results, path: Path) -> None:
-    with path.open("w") as file:
-        console = Console(file=file, width=WIDTH)
-        for table in tables(results):
-            title, table.title, table.box = table.title, None, box.MARKDOWN
-            print(f"### {title}", file=file)
-            console.print(table)
-            print(file=file)
-        for note in notes(results):
-            print(f"- {note}", file=file)
+    text = io.StringIO()
+    console = Console(file=text, width=WIDTH)
+    for title, table in tables(results):
+        table.box = box.MARKDOWN
+        print(f"### {title}", file=text)
+        console.print(table)
+    for note in notes(results):
+        print(f"- {note}", file=text)
+    # rich fills lines with spaces.
+    path.write_text("".join(line.rstrip() + "\n" for line in text.getvalue().splitlines()))

@@ -18,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from .about import About
 from .contestants import Contestant
 from .counters import Figures, medians
 from .errors import Failed
@@ -41,6 +42,7 @@ class Outcome:
 
 @dataclass
 class Results:
+    about: About
     rows: Sequence[Row]
     contestants: Sequence[Contestant]
     missing: dict[str, str]
@@ -66,8 +68,9 @@ class Results:
         ]
 
 
-def run_rounds(bench: Bench, rounds: int, results: Results) -> None:
+def run_rounds(bench: Bench, results: Results) -> None:
     """Fills `results`; what was measured until an interrupt stays in it."""
+    rounds = results.about.rounds
     for row in results.rows:
         for contestant in results.contestants:
             if contestant.takes_part(row):

@@ -34,7 +34,7 @@ static azc_reactor *make(uint64_t max_request)
 
 static struct conn *connection(azc_reactor *r)
 {
-    azc_conn *pub = azc_conn_open(r, -1, AZC_STREAM);
+    azc_conn *pub = azc_conn_open(r, -1, AZC_STREAM, 0);
     CHECK(pub);
     pub->zc_ok = 1;
     pub->zc_threshold = 0;
