@@ -39,6 +39,8 @@ class _Dispatch(events.Handle):
 class EventLoop(asyncio.SelectorEventLoop):
     """An asyncio event loop whose stream transports can send zero-copy. Keywords: see Settings."""
 
+    _closed = True  # until asyncio's own __init__: a loop that failed to be made is not "unclosed"
+
     def __init__(self, **settings: Any) -> None:
         self._settings = Settings(**settings)
         can = choose(self._settings.backend, self._settings.zerocopy)
