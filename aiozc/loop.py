@@ -47,6 +47,7 @@ class EventLoop(asyncio.SelectorEventLoop):
         self._reactor = Reactor(self, can, self._settings)
         self._listeners: dict[int, Listener] = {}
         self._ssock: socket.socket | None = None
+        self._woken = False
         super().__init__(ReactorSelector(self._reactor, self._is_wakeup))
         self._dispatch = _Dispatch(self._reactor.dispatch, (), self, None)
         hooks.patch_stream_writer()
@@ -54,12 +55,28 @@ class EventLoop(asyncio.SelectorEventLoop):
     def _is_wakeup(self, fd: int) -> bool:
         return self._ssock is not None and fd == self._ssock.fileno()
 
+    # -- waking --
+    #
+    # A byte in the wake-up socket is enough for any number of callbacks. `_woken` is cleared after the socket
+    # was emptied (before, the byte of the next caller could be emptied too, and the flag stay set for
+    # ever), and the ready queue is looked at after that: who found it set has put his callback there.
+
+    def _write_to_self(self) -> None:
+        if not self._woken:
+            self._woken = True
+            super()._write_to_self()  # type: ignore[misc]
+
+    def _read_from_self(self) -> None:
+        super()._read_from_self()  # type: ignore[misc]
+        self._woken = False
+
     # -- running --
 
     def run_forever(self) -> None:
         self._check_closed()  # type: ignore[attr-defined]
         self._check_running()  # type: ignore[attr-defined]
         self._reactor.attach()
+        self._woken = False  # in a forked child the byte may be the parent's
         try:
             super().run_forever()
         finally:

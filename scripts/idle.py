@@ -1,12 +1,12 @@
-"""Ten thousand connections that say nothing beside some that echo without pause: what do they cost, does it stay?
+"""Ten thousand connections that say nothing beside some that echo without pause: their cost, and no growth.
 
     python scripts/idle.py --loop uring epoll uvloop asyncio --seconds 60
 
-Each loop serves in a process of its own, clients (plain epoll) are in others. Reported: resident memory of the server
-for each idle connection, how flat it stays, errors, receives that found no buffer and were armed again,
-what is left after closing. In the end every idle connection is woken at once and must answer. Ends with status 1 if a byte
-was wrong, a connection was lost, memory grew beyond its bound, an idle loop used the processor,
-or a descriptor stayed.
+Each loop serves in a process of its own, clients (plain epoll) are in others. Reported: resident memory of the
+server for each idle connection, how flat it stays, errors, receives that found no buffer and were armed again,
+what is left after closing. In the end every idle connection is woken at once and must answer. Ends with status
+1 if a byte was wrong, a connection was lost, memory moved by more than its bound, a loop used the processor
+with nothing to do, or a descriptor stayed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOOPS = ("uring", "epoll", "uvloop", "asyncio")
 CLIENTS = 2  # processes
 WARM_UP = 0.2  # of the time: memory is not judged
 TICK = os.sysconf("SC_CLK_TCK")
-LEFT_LIMIT = 15.0  # seconds for the last descriptors to be closed
+COUNT_LIMIT = 15.0  # seconds for the server to learn of what the clients did
 IDLE_CPU = 0.1  # share of one core that a loop may use when nothing happens at all
 
 
@@ -89,12 +89,13 @@ class Run:
         time.sleep(min(1.0, args.seconds / 5))
         self.all("pause")
         self.all("close")
-        self.gone(server)
+        self.count(server, 0)
         server.ask("settle")
         before, fds = rss(pid), descriptors(pid)
 
         began = time.monotonic()
         opened = self.all("idle", args.idle)
+        self.count(server, args.idle)
         rows["opened a second"] = f"{args.idle / (time.monotonic() - began):,.0f}"
         if sum(said["open"] for said in opened) != args.idle:
             self.wrong(f"only {sum(said['open'] for said in opened)} connections opened")
@@ -146,7 +147,7 @@ class Run:
             self.wrong(f"{sum(s['open'] for s in woken)} connections are left at the end")
         began = time.monotonic()
         closed = self.all("close")
-        stats = self.gone(server)
+        stats = self.count(server, 0)
         rows["all closed, ms"] = f"{(time.monotonic() - began) * 1000:,.0f}"
         server.ask("settle")
         left = descriptors(pid)
@@ -164,12 +165,12 @@ class Run:
             if stats["stats"].get(name):
                 self.wrong(f"{name} is {stats['stats'][name]} after closing")
 
-    def gone(self, server: Child) -> dict[str, Any]:
-        """Wait until the server has lost every connection."""
-        until = time.monotonic() + LEFT_LIMIT
-        while (stats := server.ask("stats"))["connections"]:
+    def count(self, server: Child, wanted: int) -> dict[str, Any]:
+        """Wait until the server has so many connections."""
+        until = time.monotonic() + COUNT_LIMIT
+        while (stats := server.ask("stats"))["connections"] != wanted:
             if time.monotonic() > until:
-                self.wrong(f"the server still has {stats['connections']} connections")
+                self.wrong(f"the server has {stats['connections']} connections, not {wanted}")
                 break
             time.sleep(0.05)
         return stats

@@ -3,10 +3,11 @@
     python scripts/soak.py --seconds 60 --connections 200 --backend uring --seed 7
 
 Each connection lives by a plan drawn from (seed, number); its peer, in another process (plain sockets, or the
-standard library's loop), draws the same plan. Both sides check every byte that arrives. The run is cut into rounds: at
-the end of each, when every connection is over, descriptors, pinned and queued bytes, operations and held buffers must
-be as at the start, and memory must not have grown after the first. Ends with status 1 and the plans of
-the connections concerned if anything was wrong. Bounded in time: --seconds, and at most a minute more.
+standard library's loop), draws the same plan. Both sides check every byte that arrives. The run is cut into
+rounds: at the end of each, when every connection is over, descriptors, pinned and queued bytes, operations and
+held buffers must be as at the start, and memory must not have grown after the first third. Ends with status 1
+at the first round with a violation, which is told with the plan of its connection; `--seed S --only N` plays
+that one again. Bounded in time: --seconds, and at most a minute and a half more.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from soaking.watch import MIB, Watch, descriptors, mib, settle
 
 import aiozc
 
-GRACE = 60.0  # seconds after the end of --seconds until everything is over, or it hangs
+GRACE = 90.0  # seconds after the end of --seconds until everything is over, or it hangs
 QUIET_LIMIT = 10.0  # seconds for the last pins and descriptors to go, once every life is over
 SHOWN = 10  # violations that are printed whole
 

@@ -231,8 +231,7 @@ def receive_now(peer: socket.socket, count: int) -> bytes:
 
 
 def collect() -> None:
-    for _ in range(3):
-        gc.collect()
+    gc.collect()
 
 
 class Recorder(asyncio.Protocol):

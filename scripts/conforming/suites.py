@@ -76,7 +76,7 @@ def _fetch(tree: Path) -> None:
     sdist = BUILD / f"uvloop-{UVLOOP}.tar.gz"
     if not sdist.exists():
         command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
-        command += ["--no-binary", ":all:", "--no-deps", "-d", str(BUILD), f"uvloop=={UVLOOP}"]
+        command += ["--no-binary", "uvloop", "--no-deps", "-d", str(BUILD), f"uvloop=={UVLOOP}"]
         try:
             subprocess.run(command, check=True, timeout=600)
         except (subprocess.SubprocessError, OSError) as exc:

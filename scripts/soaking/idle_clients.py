@@ -8,6 +8,7 @@ all at once), "pause" (the busy ones stop), "close" (all). Each is answered by o
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -76,10 +77,8 @@ class Clients:
         self.push(c)
 
     def push(self, c: Connection) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             c.out = c.out[c.sock.send(c.out) :]
-        except BlockingIOError:
-            pass
         if c.out:
             self.epoll.modify(c.sock, select.EPOLLIN | select.EPOLLOUT)
 

@@ -1,8 +1,8 @@
 """Our side of one connection, on the loop under test: opens it, plays the plan's steps, ends it, judges.
 
-Made by soak.py, which owns the peers and where violations go. What arrived at the other side is told by the peer
-process, never by the loop under test. Buffers that were given back are overwritten at once: an early release
-shows at the peer as POISON.
+Made by soak.py, which owns the peers and where violations go. What arrived at the other side is told by the
+peer process, never by the loop under test. Buffers that were given back are overwritten at once: an early
+release shows at the peer as POISON.
 """
 
 from __future__ import annotations
@@ -148,10 +148,7 @@ class Life:
             writer.write_eof()
             await drinking
             writer.close()
-        elif what.end == "close":
-            await drinking
-            writer.close()
-        elif what.end == "peer":
+        elif what.end == "close" or what.end == "peer":
             await drinking
             writer.close()
         else:
@@ -226,12 +223,12 @@ class Life:
 
     async def feed(self) -> None:
         try:
-            for self.now in self.plan.steps:
-                self.step = self.now.how
-                await self.play(self.now)
+            for step in self.plan.steps:
+                self.step = step.how
+                await self.play(step)
         except OSError as error:
             if self.plan.exact:
-                self.wrong(f"sending at {self.position} ({self.now.how}): {error!r}")
+                self.wrong(f"sending at {self.position} ({self.step}): {error!r}")
 
     def buffer(self, kind: str, start: int, size: int, for_write: bool) -> tuple[Any, Any]:
         """What is handed to the transport, and the memory that is overwritten afterwards (or None)."""
@@ -372,7 +369,9 @@ class Life:
                 self.wrong(f"the peer saw {said.end} after zc_reset()")
         elif what.end == "abort" and not what.sends:
             # Nothing was unread at our side, so this is no reset: what was sent is delivered.
-            least = max((at for at, op in self.ops if op.state.name == "RELEASED"), default=0)
+            # (An operation of no bytes is released at once.)
+            released = (at for at, op in self.ops if op.nbytes and op.state.name == "RELEASED")
+            least = max(released, default=0)
             if said.got < least or said.end != "eof":
                 self.wrong(f"the peer received {said.got}, then {said.end}; {least} were released")
 

@@ -1,8 +1,8 @@
 """Bytes whose value tells their place: what every stream carries, and how the receiver checks it.
 
-Used by both sides of every connection, in different processes. A stream is named by a number; byte `pos` of
-stream `s` is BASE[(s * STRIDE + pos) % PERIOD], of a fixed random text. A byte that is wrong, lost, doubled, out of
-place, or of another connection is seen at once, and comparing costs one memcmp.
+Used by both sides of every connection, in different processes. A stream is named by a number; byte `pos`
+of stream `s` is BASE[(s * STRIDE + pos) % PERIOD], of a fixed random text. A byte that is wrong, lost, doubled,
+out of place, or of another connection is seen at once, and comparing costs one memcmp.
 """
 
 from __future__ import annotations

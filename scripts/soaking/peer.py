@@ -1,8 +1,8 @@
 """What both kinds of peer share: their addresses, their orders, their reports.
 
 A peer process listens on every family, says where in one line of JSON, and then takes orders on its standard
-input: "dial N" (connect to the loop under test, as connection N) and "quit". For each connection whose number it knows it
-writes one report. Used by peer_plain.py and peer_asyncio.py.
+input: "dial N" (connect to the loop under test, as connection N) and "quit". For each connection whose number
+it knows it writes one report. Used by peer_plain.py and peer_asyncio.py.
 """
 
 from __future__ import annotations

@@ -72,7 +72,17 @@ class Plan:
 
 
 _KINDS = ("bytes", "bytearray", "view", "frozen", "mmap")
-_THEN = ("nothing", "nothing", "turn", "sleep", "drain", "zc_drain", "sent", "released", "impatient")
+_THEN = (
+    "nothing",
+    "nothing",
+    "turn",
+    "sleep",
+    "drain",
+    "zc_drain",
+    "sent",
+    "released",
+    "impatient",
+)
 
 
 def _size(rng: random.Random, largest: int) -> int:

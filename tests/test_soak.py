@@ -1,0 +1,117 @@
+"""The soak and idle scripts, run small; and that the soak sees what it is there to see.
+
+A soak that calls a broken loop sound is worth less than none, so some of these tests break something: they
+run the script in a process where a part of the package, or of the script, was replaced before.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+# The script's own bound on what comes after --seconds, and the start of its processes.
+MORE = 100.0
+QUICK = ("--seconds", "4", "--connections", "50", "--seed", "7")
+
+
+def run(*command: str, seconds: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=seconds + MORE,
+        cwd=SCRIPTS,
+        env={**os.environ, "COLUMNS": "100", "TERM": "dumb"},
+    )
+
+
+def soak_with(setup: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """The soak in a process where `setup` was executed first."""
+    code = f"import sys; sys.argv = ['soak.py', *{args!r}]; import soak\n{setup}\nsys.exit(soak.main())"
+    return run("-c", code, seconds=10.0)
+
+
+@pytest.mark.parametrize("how", [(), ("--forced", "--runs", "many")], ids=["plain", "forced-many"])
+def test_connections_at_random_lose_nothing_and_leave_nothing(
+    backend: str, how: tuple[str, ...]
+) -> None:
+    result = run("soak.py", "--backend", backend, *QUICK, *how, seconds=4.0)
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert "no violation" in result.stdout
+    assert result.stdout.count("quiet") == 4  # before, and after each of three rounds
+
+
+@pytest.mark.slow
+def test_two_minutes_of_connections_at_random_lose_nothing_and_leave_nothing(backend: str) -> None:
+    args = ("--seconds", "120", "--connections", "200", "--seed", "11")
+    result = run("soak.py", "--backend", backend, *args, seconds=120.0)
+    assert result.returncode == 0, result.stderr + result.stdout
+
+
+def test_the_soak_sees_a_wrong_byte(backend: str) -> None:
+    spoil = """
+from aiozc.transports.stream import StreamTransport
+write = StreamTransport.write
+def spoiled(self, data):
+    if len(data) == 777 or len(data) > 50_000:
+        data = bytearray(getattr(data, 'obj', data)); data[500] ^= 1
+    write(self, data)
+StreamTransport.write = spoiled
+"""
+    result = soak_with(spoil, "--backend", backend, *QUICK)
+    assert result.returncode == 1, result.stderr + result.stdout
+    assert "instead of" in result.stderr
+
+
+def test_the_soak_sees_a_lost_byte(backend: str) -> None:
+    spoil = """
+from aiozc.transports.stream import StreamTransport
+write = StreamTransport.write
+StreamTransport.write = lambda self, data: write(self, data[:-1] if len(data) > 9000 else data)
+"""
+    result = soak_with(spoil.replace("data[:-1]", "memoryview(getattr(data, 'obj', data))[:-1]"),
+                       "--backend", backend, *QUICK)  # fmt: skip
+    assert result.returncode == 1, result.stderr + result.stdout
+    assert "VIOLATION" in result.stderr
+
+
+def test_the_soak_sees_a_descriptor_that_stays(backend: str) -> None:
+    leak = """
+import os
+greeted = soak.greeted
+async def leaking(reader, writer):
+    os.dup(0)
+    return await greeted(reader, writer)
+soak.greeted = leaking
+"""
+    result = soak_with(leak, "--backend", backend, *QUICK)
+    assert result.returncode == 1, result.stderr + result.stdout
+    assert "descriptors with every connection over" in result.stderr
+
+
+def test_the_soak_sees_memory_that_is_given_back_before_the_kernel_read_it() -> None:
+    early = """
+from soaking import lives
+async def spoil(self, op, memory):
+    with lives.contextlib.suppress(OSError):
+        await op.sent
+    for own in memory:
+        if isinstance(own, bytearray):
+            lives.overwrite(own)
+lives.Life.spoil = spoil
+"""
+    result = soak_with(early, "--backend", "uring", "--forced", *QUICK)
+    assert result.returncode == 1, result.stderr + result.stdout
+    assert "given back and overwritten" in result.stderr
+
+
+def test_idle_and_busy_connections_cost_bounded_memory_and_leave_nothing(backend: str) -> None:
+    args = ("--idle", "500", "--busy", "20", "--seconds", "3", "--loop", backend)
+    result = run("idle.py", *args, seconds=3.0)
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert "bytes an idle connection" in result.stdout
