@@ -15,7 +15,6 @@ print, and the tracebacks, are in build/conformance/logs.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import sys
@@ -24,8 +23,8 @@ from pathlib import Path
 
 from conforming import expected, report, slow, suites
 from conforming.run import Orders, Result, run_module
-from conforming.summary import Run
 from conforming.suites import Missing, Suite
+from conforming.summary import Run
 from rich.console import Console
 
 STATUS = Console(stderr=True)
@@ -70,7 +69,8 @@ def run_suite(suite: Suite, loop: str, args: argparse.Namespace) -> Run:
     modules = [m for m in suite.modules if f"{m}.*" not in left_out]
     if re.fullmatch(r"test_\w+(\..*)?", args.k):
         modules = [m for m in modules if m.startswith(args.k.partition(".")[0])] or modules
-    orders = Orders(suite, loop, args.timeout, args.k, left_out)
+    limits = [(pattern, e.limit) for e in here if e.limit for pattern in e.tests]
+    orders = Orders(suite, loop, args.timeout, args.k, left_out, limits)
     logs = suites.BUILD / "logs" / f"{expected.PYTHON}-{suite.name}-{loop}"
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)

@@ -97,6 +97,7 @@ class Soak:
         self.watch = Watch(loop)
         self.alive = 0
         self.slowest_turn = 0.0
+        self.workers = 0  # threads that the kernel made for requests which would not wait
         self.slowest_life = (0.0, "")
         self.families = tuple(f for f in plan.FAMILIES if self.has(f))
         loop.set_exception_handler(self.on_exception)
@@ -236,6 +237,8 @@ class Soak:
     async def sample(self) -> None:
         while True:
             self.watch.take(self.alive)
+            workers = len(os.listdir("/proc/self/task")) - threading.active_count()
+            self.workers = max(self.workers, workers)
             due = self.loop.time() + 0.25
             await asyncio.sleep(0.25)
             self.slowest_turn = max(self.slowest_turn, self.loop.time() - due)
@@ -349,6 +352,7 @@ def main() -> int:
     for name, count in sorted(soak.totals.items()):
         table.add_row(name, f"{count:,}")
     table.add_row("slowest turn, ms", f"{soak.slowest_turn * 1000:.0f}")
+    table.add_row("kernel's worker threads, peak", str(soak.workers))
     table.add_row("slowest life, ms", f"{soak.slowest_life[0] * 1000:.0f}")
     for name in ("requests", "zc_requests", "notifications", "enobufs", "cq_overflows"):
         table.add_row(name, f"{getattr(stats, name):,}")

@@ -32,9 +32,7 @@ def loop_factory(backend: str) -> Callable[[], aiozc.EventLoop]:
 
 @pytest.fixture
 def forced_loop_factory(backend: str) -> Callable[[], aiozc.EventLoop]:
-    return functools.partial(
-        aiozc.new_event_loop, backend=backend, adaptive=False, zc_threshold=0
-    )
+    return functools.partial(aiozc.new_event_loop, backend=backend, adaptive=False, zc_threshold=0)
 
 
 @pytest.fixture

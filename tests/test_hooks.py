@@ -31,7 +31,9 @@ def test_the_loop_methods_that_are_overridden_or_called_exist(name: str) -> None
     assert callable(getattr(asyncio.SelectorEventLoop, name))
 
 
-@pytest.mark.parametrize("name", ["_make_socket_transport", "_make_ssl_transport", "_start_serving"])
+@pytest.mark.parametrize(
+    "name", ["_make_socket_transport", "_make_ssl_transport", "_start_serving"]
+)
 def test_overridden_methods_take_what_asyncio_passes(name: str) -> None:
     import aiozc
 
@@ -85,7 +87,7 @@ def test_the_flow_control_mixin_pauses_and_resumes() -> None:
 def test_servers_count_their_transports() -> None:
     parameters = inspect.signature(base_events.Server._attach).parameters  # type: ignore[attr-defined]
     assert len(parameters) in (1, 2)
-    assert hooks._ATTACH_TAKES_TRANSPORT == (sys.version_info >= (3, 13))
+    assert (sys.version_info >= (3, 13)) == hooks._ATTACH_TAKES_TRANSPORT
 
 
 def test_tls_has_the_parts_that_zero_copy_on_it_reads() -> None:

@@ -23,9 +23,23 @@ def test_native_program(program: Path, tmp_path: Path) -> None:
     sources = [str(path) for path in sorted((ROOT / "_native").glob("*.c"))]
     binary = tmp_path / program.stem
     subprocess.run(
-        ["gcc", "-std=gnu11", "-g", "-O1", "-Wall", "-Wextra", "-Werror"]
-        + ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{ROOT / '_native'}"]
-        + ["-o", str(binary), str(program), *sources, *flags],
+        [
+            "gcc",
+            "-std=gnu11",
+            "-g",
+            "-O1",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-fsanitize=address,undefined",
+            "-fno-sanitize-recover=all",
+            f"-I{ROOT / '_native'}",
+            "-o",
+            str(binary),
+            str(program),
+            *sources,
+            *flags,
+        ],
         check=True,
     )
     environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}

@@ -110,6 +110,10 @@ class Plan:
 
     def budget(self) -> int:
         tiny = self.sndbuf == 4608 or (self.rcvbuf is not None and self.rcvbuf < 65536)
+        if self.mode == "small" and self.rcvbuf is not None:
+            # Zero-copy in pieces of 4 KiB into a window that copied data has filled crawls at
+            # 1 MB/s on loopback (measured, with MSG_ZEROCOPY as well).
+            return 1 << 19
         if tiny and self.pause:
             return 1 << 18  # a few hundred stops are as telling as many thousand
         if tiny:

@@ -38,10 +38,11 @@ def name_of(test: Any) -> str:
 class Recorder(unittest.TestResult):
     """Tells run.py of each test, and of fixtures of classes and modules that fail or skip."""
 
-    def __init__(self, out: Any, limit: float) -> None:
+    def __init__(self, out: Any, limit: float, limits: list[tuple[str, float]]) -> None:
         super().__init__()
         self.out = out
         self.limit = limit
+        self.limits = limits
         self.running: Any = None
 
     def tell(self, **fields: Any) -> None:
@@ -49,11 +50,14 @@ class Recorder(unittest.TestResult):
         self.out.flush()
 
     def startTest(self, test: Any) -> None:
-        dump_traceback_later(self.limit, exit=True)
+        name = name_of(test)
+        limits = [limit for pattern, limit in self.limits if fnmatch.fnmatchcase(name, pattern)]
+        limit = limits[0] if limits else self.limit
+        dump_traceback_later(limit, exit=True)
         self.running = test
         self.outcome, self.message = "passed", ""
         self.loops = inject.loops_made
-        self.tell(start=name_of(test))
+        self.tell(start=name, limit=limit)
         self.began = time.monotonic()
 
     def stopTest(self, test: Any) -> None:
@@ -118,13 +122,18 @@ def main() -> None:
     orders = json.loads(sys.stdin.read())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.set_inheritable(orders["out"], False)
-    recorder = Recorder(os.fdopen(orders["out"], "w"), orders["limit"])
+    recorder = Recorder(os.fdopen(orders["out"], "w"), orders["limit"], orders["limits"])
     dump_traceback_later(orders["limit"], exit=True)
     if orders["suite"] == "uvloop":
         inject.into_uvloop(orders["loop"] == "stock")
     elif orders["loop"] != "stock":
         inject.into_cpython()
-    tests = unittest.defaultTestLoader.loadTestsFromName(orders["module"])
+    try:
+        tests = unittest.defaultTestLoader.loadTestsFromName(orders["module"])
+    except unittest.SkipTest as exc:
+        name = orders["module"].rpartition(".")[2]
+        recorder.tell(id=name, outcome="skipped", seconds=0.0, loops=0, message=str(exc))
+        tests = unittest.TestSuite()
     unittest.TestSuite(test for test in flat(tests) if wanted(test, orders)).run(recorder)
     dump_traceback_later(orders["limit"], exit=True)
     recorder.tell(end=True)

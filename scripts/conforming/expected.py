@@ -2,7 +2,7 @@
 
 An [[exception]] has `suite`, `tests` (patterns of fnmatch) and `reason`; with `run = false` the tests are left
 out, else they run and are expected to fail. `python` (list of versions) and `loop` (list) narrow it.
-`may_pass = true` is for what depends on timing.
+`may_pass = true` is for what depends on timing, `limit` (seconds) for what is known to hang.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Exception_:
     reason: str
     run: bool = True
     may_pass: bool = False
+    limit: float | None = None
     python: list[str] = field(default_factory=list)
     loop: list[str] = field(default_factory=list)
 

@@ -1,4 +1,5 @@
-"""Puts aiozc's loop into test suites that were not written for it. Called by child.py, before a test is imported.
+"""Puts aiozc's loop into test suites that were not written for it. Called by child.py, before any test
+is imported.
 
 The backend is the one that AIOZC_BACKEND names, so interpreters which tests start have the same.
 Never: changes what a test does, beyond which loop it gets.

@@ -51,15 +51,17 @@ class Orders:
     limit: float
     match: str = ""
     left_out: list[str] = field(default_factory=list)
+    limits: list[tuple[str, float]] = field(default_factory=list)  # for what is known to hang
 
     def environment(self) -> dict[str, str]:
         env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "CONFORMANCE_LOOP": self.loop}
         env.pop("AIOZC_BACKEND", None)
         if self.loop != "stock":
             env["AIOZC_BACKEND"] = self.loop
-        if self.suite.name == "uvloop":
+        if self.suite.path:
+            env["PYTHONPATH"] = os.pathsep.join(map(str, self.suite.path))
+        if self.suite.helpers:
             env["CONFORMANCE_UVLOOP"] = str(self.suite.helpers)
-            env["PYTHONPATH"] = os.pathsep.join([str(HERE / "standin"), str(self.suite.tests)])
         return env
 
 
@@ -72,24 +74,24 @@ def run_module(
         while True:
             done = [result.id for result in results]
             ended = False
-            running, since = "", time.monotonic()
+            running, limit, since = "", orders.limit, time.monotonic()
             with Child(orders, module, output, done, only) as child:
                 for line in child.lines():
                     since = time.monotonic()
                     if "start" in line:
-                        running = line["start"]
+                        running, limit = line["start"], line["limit"]
                     elif "end" in line:
-                        ended, running = True, ""
+                        ended, running, limit = True, "", orders.limit
                     else:
-                        running = ""
+                        running, limit = "", orders.limit
                         results.append(Result(**line))
                 status, seconds = child.status, time.monotonic() - since
             if ended and status == 0:
                 return results
             # Where nothing was running, it is the module's import, a fixture, or the exit.
             name = running or (f"{module}.(exit)" if ended else f"{module}.(between tests)")
-            hung = seconds > orders.limit - 1
-            why = f"timeout: {orders.limit:.0f} s" if hung else f"the process ended: {status}"
+            hung = seconds > limit - 1
+            why = f"timeout: {limit:.0f} s" if hung else f"the process ended: {status}"
             results.append(Result(name, "failed", seconds, message=f"{why}; stacks in {log}"))
             if not running:
                 return results
@@ -120,6 +122,7 @@ class Child:
             "loop": orders.loop,
             "module": orders.suite.package + module,
             "limit": orders.limit,
+            "limits": orders.limits,
             "match": orders.match,
             "left_out": orders.left_out,
             "done": done,

@@ -36,9 +36,7 @@ def too_long(ours: float, stock: float | None) -> bool:
     return stock is not None and ours > FACTOR * stock and ours > stock + FLOOR
 
 
-def measured(
-    suite: Suite, loop: str, test: str, args: argparse.Namespace
-) -> tuple[float, float]:
+def measured(suite: Suite, loop: str, test: str, args: argparse.Namespace) -> tuple[float, float]:
     best = {loop: float("inf"), "stock": float("inf")}
     module = test.partition(".")[0]
     for _ in range(TURNS):

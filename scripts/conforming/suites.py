@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BUILD = Path(__file__).parent.parent.parent / "build" / "conformance"
+STANDIN = Path(__file__).parent / "standin"
 # The exceptions in conformance_expected.toml are this version's.
 UVLOOP = "0.23.0"
 QUICK = (
@@ -36,7 +37,7 @@ class Suite:
     name: str
     package: str  # before the modules' names
     modules: list[str]
-    tests: Path
+    path: tuple[Path, ...] = ()  # first on PYTHONPATH, also of interpreters that tests start
     helpers: Path | None = None  # where uvloop's `_testbase` is
 
 
@@ -57,7 +58,7 @@ def cpython(quick: bool) -> Suite:
         )
     folder = Path(spec.origin).parent
     modules = [name for name in modules_in(folder) if not quick or name in QUICK]
-    return Suite("cpython", "test.test_asyncio.", modules, folder)
+    return Suite("cpython", "test.test_asyncio.", modules)
 
 
 def uvloop() -> Suite:
@@ -67,7 +68,8 @@ def uvloop() -> Suite:
     tree = BUILD / f"uvloop-{UVLOOP}"
     if not tree.exists():
         _fetch(tree)
-    return Suite("uvloop", "", modules_in(tree / "tests"), tree / "tests", tree / "uvloop")
+    tests = tree / "tests"
+    return Suite("uvloop", "", modules_in(tests), (STANDIN, tests), tree / "uvloop")
 
 
 def _fetch(tree: Path) -> None:
