@@ -16,8 +16,10 @@
 #include <sys/uio.h>
 
 /* Copying a small write costs less than holding it: no event, no reference. Above it, what the
- * socket does not take at once is held by reference (measured: docs/architecture.md). */
-#define COPY_MAX 8192u
+ * socket does not take at once is held by reference. Measured at 16 KiB x 64 connections: 8.7 us of
+ * CPU an echo when copied and sent with the turn's enter, 10.2 when each goes by a sendmsg of its
+ * own. */
+#define COPY_MAX 16384u
 /* A slow reader's backlog is not copied any further: references cost it less memory. */
 #define COPY_BACKLOG (256u << 10)
 /* Plain bytes queued in one turn are sent at once from here on, as uvloop does at high water. */

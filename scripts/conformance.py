@@ -83,7 +83,18 @@ def run_suite(suite: Suite, loop: str, args: argparse.Namespace) -> Run:
             if loop != "stock":
                 found = [again(result, orders, module, log, here) for result in found]
             results += found
-    return Run(suite.name, expected.PYTHON, loop, results, time.monotonic() - began)
+    stale = []
+    if loop != "stock" and not args.quick and not args.k:
+        ids = [result.id for result in results]
+        stale = [e for e in here if e.run and not any(map(e.names, ids))]
+    return Run(
+        suite.name,
+        expected.PYTHON,
+        loop,
+        results,
+        time.monotonic() - began,
+        stale=[", ".join(e.tests) for e in stale],
+    )
 
 
 def again(

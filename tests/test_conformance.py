@@ -1,4 +1,4 @@
-"""The conformance runner, on small suites of our own: what it counts, and that it cannot be fooled into success."""
+"""The conformance runner, on small suites of our own: what it counts, and that nothing fools it."""
 
 import sys
 import textwrap
@@ -82,7 +82,8 @@ def test_what_hangs_or_kills_the_interpreter_is_one_failure_and_the_rest_still_r
 
 
 @pytest.mark.parametrize(
-    "text", ["import nothing_of_that_name", "def tearDownModule(): 1 / 0\n" + textwrap.dedent(LOOPS)]
+    "text",
+    ["import nothing_of_that_name", "def tearDownModule(): 1 / 0\n" + textwrap.dedent(LOOPS)],
 )
 def test_a_module_that_cannot_be_set_up_or_ended_is_a_failure(tmp_path: Path, text: str) -> None:
     orders = Orders(suite_of(tmp_path, text), "stock", 30.0)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 FILE = Path(__file__).parent.parent / "conformance_expected.toml"
-PYTHON = "%d.%d" % sys.version_info[:2]
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 @dataclass

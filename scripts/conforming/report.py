@@ -54,6 +54,7 @@ def remarks(run: Run) -> list[str]:
         else:
             lines.append(f"{'failed' if stock else 'FAILED'}: {result.id}: {result.message}")
     lines += [f"PASSED, but listed to fail: {r.id}" for r in run.unexpectedly_passed]
+    lines += [f"STALE, listed but there is no such test: {pattern}" for pattern in run.stale]
     lines += [
         f"passed only when run again: {result.id}: {result.message}"
         for result in run.with_outcome("passed")

@@ -14,6 +14,7 @@ class Run:
     loop: str  # "uring", "epoll" or "stock"
     results: list[Result]
     seconds: float
+    stale: list[str] = field(default_factory=list)  # exceptions that name no test
     slow: dict[str, tuple[float, float]] = field(default_factory=dict)  # id: ours, stock's
 
     def with_outcome(self, outcome: str) -> list[Result]:
@@ -38,5 +39,5 @@ class Run:
 
     @property
     def clean(self) -> bool:
-        nothing_wrong = not (self.unexpected or self.unexpectedly_passed or self.slow)
-        return nothing_wrong and bool(self.with_outcome("passed"))
+        wrong = self.unexpected or self.unexpectedly_passed or self.slow or self.stale
+        return bool(self.with_outcome("passed")) and not wrong
