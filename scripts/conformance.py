@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -124,6 +125,7 @@ def again(
 
 def main() -> int:
     args = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # children are ended on the way out
     if args.load:
         runs, missing = [run for path in args.load for run in report.read(path)], []
     else:

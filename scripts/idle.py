@@ -72,7 +72,7 @@ class Run:
         shares = [count // CLIENTS + (i < count % CLIENTS) for i in range(CLIENTS)]
         for client, share in zip(self.clients, shares, strict=True):
             client.tell(f"{word} {share}")
-        return [client.hear(90.0) for client in self.clients]
+        return [client.hear(90) for client in self.clients]
 
     def measure(self) -> None:
         with Child("idle_server", self.loop) as server:
@@ -167,12 +167,12 @@ class Run:
 
     def count(self, server: Child, wanted: int) -> dict[str, Any]:
         """Wait until the server has so many connections."""
-        until = time.monotonic() + COUNT_LIMIT
-        while (stats := server.ask("stats"))["connections"] != wanted:
-            if time.monotonic() > until:
-                self.wrong(f"the server has {stats['connections']} connections, not {wanted}")
-                break
+        for _ in range(round(COUNT_LIMIT / 0.05)):
+            stats = server.ask("stats")
+            if stats["connections"] == wanted:
+                return stats
             time.sleep(0.05)
+        self.wrong(f"the server has {stats['connections']} connections, not {wanted}")
         return stats
 
 

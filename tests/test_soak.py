@@ -72,10 +72,12 @@ def test_the_soak_sees_a_lost_byte(backend: str) -> None:
     spoil = """
 from aiozc.transports.stream import StreamTransport
 write = StreamTransport.write
-StreamTransport.write = lambda self, data: write(self, data[:-1] if len(data) > 9000 else data)
+def spoiled(self, data):
+    whole = memoryview(getattr(data, 'obj', data))
+    write(self, whole[:-1] if len(whole) > 9000 else data)
+StreamTransport.write = spoiled
 """
-    result = soak_with(spoil.replace("data[:-1]", "memoryview(getattr(data, 'obj', data))[:-1]"),
-                       "--backend", backend, *QUICK)  # fmt: skip
+    result = soak_with(spoil, "--backend", backend, *QUICK)
     assert result.returncode == 1, result.stderr + result.stdout
     assert "VIOLATION" in result.stderr
 
@@ -92,6 +94,21 @@ soak.greeted = leaking
     result = soak_with(leak, "--backend", backend, *QUICK)
     assert result.returncode == 1, result.stderr + result.stdout
     assert "descriptors with every connection over" in result.stderr
+
+
+def test_the_soak_sees_a_loop_that_does_not_turn(backend: str) -> None:
+    block = """
+import time
+soak.TURN_LIMIT = 0.5
+greeted = soak.greeted
+async def blocking(reader, writer):
+    time.sleep(1.0)
+    return await greeted(reader, writer)
+soak.greeted = blocking
+"""
+    result = soak_with(block, "--backend", backend, "--connections", "2", "--seconds", "1")
+    assert result.returncode == 1, result.stderr + result.stdout
+    assert "did not turn" in result.stderr
 
 
 def test_the_soak_sees_memory_that_is_given_back_before_the_kernel_read_it() -> None:

@@ -45,14 +45,17 @@ class Recorder(unittest.TestResult):
         self.limits = limits
         self.running: Any = None
 
+    def limit_of(self, name: str) -> float:
+        limits = [limit for pattern, limit in self.limits if fnmatch.fnmatchcase(name, pattern)]
+        return limits[0] if limits else self.limit
+
     def tell(self, **fields: Any) -> None:
         self.out.write(json.dumps(fields) + "\n")
         self.out.flush()
 
     def startTest(self, test: Any) -> None:
         name = name_of(test)
-        limits = [limit for pattern, limit in self.limits if fnmatch.fnmatchcase(name, pattern)]
-        limit = limits[0] if limits else self.limit
+        limit = self.limit_of(name)
         dump_traceback_later(limit, exit=True)
         self.running = test
         self.outcome, self.message = "passed", ""
@@ -122,6 +125,7 @@ def main() -> None:
     orders = json.loads(sys.stdin.read())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.set_inheritable(orders["out"], False)
+    module = orders["module"].rpartition(".")[2]
     recorder = Recorder(os.fdopen(orders["out"], "w"), orders["limit"], orders["limits"])
     dump_traceback_later(orders["limit"], exit=True)
     if orders["suite"] == "uvloop":
@@ -131,12 +135,12 @@ def main() -> None:
     try:
         tests = unittest.defaultTestLoader.loadTestsFromName(orders["module"])
     except unittest.SkipTest as exc:
-        name = orders["module"].rpartition(".")[2]
-        recorder.tell(id=name, outcome="skipped", seconds=0.0, loops=0, message=str(exc))
+        recorder.tell(id=module, outcome="skipped", seconds=0.0, loops=0, message=str(exc))
         tests = unittest.TestSuite()
     unittest.TestSuite(test for test in flat(tests) if wanted(test, orders)).run(recorder)
-    dump_traceback_later(orders["limit"], exit=True)
-    recorder.tell(end=True)
+    limit = recorder.limit_of(f"{module}.(exit)")
+    dump_traceback_later(limit, exit=True)
+    recorder.tell(end=True, limit=limit)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def run_module(
                     if "start" in line:
                         running, limit = line["start"], line["limit"]
                     elif "end" in line:
-                        ended, running, limit = True, "", orders.limit
+                        ended, running, limit = True, "", line["limit"]
                     else:
                         running, limit = "", orders.limit
                         results.append(Result(**line))

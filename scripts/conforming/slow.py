@@ -14,8 +14,8 @@ from .suites import BUILD, Suite
 from .summary import Run
 
 FACTOR = 2.0
-FLOOR = 0.05  # seconds more than stock's: what is less is the making of a loop, and noise
-TURNS = 3
+FLOOR = 0.1  # seconds more than stock's: what is less is imports, the making of a loop, and noise
+TURNS = 5
 
 
 def look(runs: Iterable[Run], found: Iterable[Suite], args: argparse.Namespace) -> None:

@@ -7,8 +7,10 @@ measures.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import os
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +42,33 @@ def settle() -> None:
 
 def mib(size: float) -> str:
     return f"{size / MIB:.1f}"
+
+
+class Witness:
+    """A thread that looks at the clock. Where it saw a gap, the machine stood still, and not the loop.
+
+    It also ends the process when it ran for `limit` seconds: a hang is told, with the stacks of all threads.
+    """
+
+    TICK = 0.1
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.lost = 0.0  # seconds in which this thread did not run
+        threading.Thread(target=self.look, daemon=True).start()
+        # And should nobody let go of the interpreter's lock, by a clock that does not need it:
+        faulthandler.dump_traceback_later(4 * limit, exit=True)
+
+    def look(self) -> None:
+        ran, last = 0.0, time.monotonic()
+        while ran < self.limit:
+            time.sleep(self.TICK)
+            now = time.monotonic()
+            ran += min(now - last, 2 * self.TICK)
+            self.lost += max(0.0, now - last - 2 * self.TICK)
+            last = now
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(1)
 
 
 @dataclass(frozen=True, slots=True)
