@@ -83,8 +83,8 @@ struct chunk { /* copied bytes; its op is not in the table, nobody outside sees 
     azc_op op;
     struct chunk *next;
     size_t cap, used;
-    int size_class; /* -1: from malloc */
-    char data[];
+    int size_class;           /* -1: from malloc */
+    _Alignas(16) char data[]; /* a datagram's header may lie here */
 };
 
 struct conn;

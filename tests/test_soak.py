@@ -85,6 +85,7 @@ StreamTransport.write = spoiled
 def test_the_soak_sees_a_descriptor_that_stays(backend: str) -> None:
     leak = """
 import os
+soak.QUIET_LIMIT = 1.0
 greeted = soak.greeted
 async def leaking(reader, writer):
     os.dup(0)

@@ -12,6 +12,7 @@ import fnmatch
 import json
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -125,6 +126,8 @@ def main() -> None:
     orders = json.loads(sys.stdin.read())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.set_inheritable(orders["out"], False)
+    # A shell's background job has it ignored, and tests interrupt themselves.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     module = orders["module"].rpartition(".")[2]
     recorder = Recorder(os.fdopen(orders["out"], "w"), orders["limit"], orders["limits"])
     dump_traceback_later(orders["limit"], exit=True)
