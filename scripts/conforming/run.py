@@ -85,7 +85,8 @@ def run_module(
                     else:
                         running, limit = "", orders.limit
                         results.append(Result(**line))
-                status, seconds = child.status, time.monotonic() - since
+                seconds = time.monotonic() - since
+            status = child.process.returncode
             if ended and status == 0:
                 return results
             # Where nothing was running, it is the module's import, a fixture, or the exit.
@@ -137,7 +138,7 @@ class Child:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.kill()
+        self.kill()  # before it is reaped: until then nobody else can have its number
         self.process.wait()
         os.close(self.pipe)
         self.folder.cleanup()
@@ -146,17 +147,14 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    @property
-    def status(self) -> int:
-        return self.process.wait()
-
     def lines(self) -> Iterator[dict[str, Any]]:
         """Until the process has ended; a grandchild may hold the pipe open for longer."""
         pending = b""
         pidfd = os.pidfd_open(self.process.pid)
+        sources = [self.pipe, pidfd]
         try:
             while True:
-                ready, _, _ = select.select([self.pipe, pidfd], [], [], self.patience)
+                ready, _, _ = select.select(sources, [], [], self.patience)
                 if not ready:
                     self.kill()
                     continue
@@ -164,8 +162,8 @@ class Child:
                     return
                 data = os.read(self.pipe, 1 << 16)
                 if not data:
-                    self.process.wait(self.patience)
-                    return
+                    sources = [pidfd]
+                    continue
                 *lines, pending = (pending + data).split(b"\n")
                 yield from map(json.loads, lines)
         finally:
