@@ -212,6 +212,7 @@ int azc_conn_start(azc_conn *c);
 int azc_conn_stop(azc_conn *c);
 int azc_conn_quiesce(azc_conn *c);
 void azc_conn_notify(azc_conn *c, uint32_t what);
+void azc_conn_flush(azc_conn *c);
 int azc_conn_abort(azc_conn *c, int error);
 int azc_conn_close(azc_conn *c, int error);
 

@@ -377,6 +377,19 @@ void azc_conn_notify(azc_conn *pub, uint32_t what)
     conn_notify(conn_of(pub));
 }
 
+static size_t send_now(struct conn *c, const char *extra, size_t n);
+
+/* Plain bytes and datagrams queued in this turn go as far as the socket takes them: before an
+ * abort, for asyncio's own write() and sendto() would have sent them in the call. */
+void azc_conn_flush(azc_conn *pub)
+{
+    struct conn *c = conn_of(pub);
+    if (pub->kind == AZC_DATAGRAM)
+        dgramq_flush(c);
+    else if (c->q.count)
+        send_now(c, NULL, 0);
+}
+
 /* At once: nothing of this descriptor is with the kernel afterwards but notifications. */
 int azc_conn_quiesce(azc_conn *pub)
 {

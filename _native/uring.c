@@ -43,6 +43,7 @@
 #define UD_TOKEN(ud) ((ud) & (((uint64_t)1 << 56) - 1))
 
 #define ORPHAN_POLL_NS 10000000
+#define FOREVER_NS (86400 * (int64_t)1000000000)
 
 struct uring {
     struct io_uring ring;
@@ -237,10 +238,10 @@ static int enter_now(struct azc_reactor *r)
 /* Submit, and sleep until one completion or the time is over (< 0: no limit). */
 static int enter_wait(struct azc_reactor *r, int64_t ns)
 {
-    struct __kernel_timespec ts = timespec_of(ns < 0 ? 0 : ns);
+    struct __kernel_timespec ts = timespec_of(ns < 0 ? FOREVER_NS : ns);
     struct io_uring_cqe *cqe;
     r->stats.enters++;
-    return io_uring_submit_and_wait_timeout(&uring_of(r)->ring, &cqe, 1, ns < 0 ? NULL : &ts, NULL);
+    return io_uring_submit_and_wait_timeout(&uring_of(r)->ring, &cqe, 1, &ts, NULL);
 }
 
 static struct io_uring_sqe *get_sqe(struct azc_reactor *r)
@@ -538,13 +539,15 @@ static int uring_wait(struct azc_reactor *r, int64_t timeout_ns)
         else if (io_uring_sq_ready(&u->ring) ||
                  sq_flags(u) & (IORING_SQ_TASKRUN | IORING_SQ_CQ_OVERFLOW))
             rc = enter_now(r);
-        harvest(r);
+        bool nothing = !harvest(r);
         if (rc == -EAGAIN || rc == -EBUSY)
             rc = relieve(r);
         if (anything(r) || rc == -EINTR)
             return rc == -EINTR ? rc : 0;
         if (rc < 0 && rc != -ETIME)
             return rc;
+        if (ns && nothing) /* the time is over, or a signal came: an enter that also submitted */
+            return 0;      /* does not answer EINTR. Python looks after both */
         if (!timeout_ns) {
             if (!r->dirty || round >= 4)
                 return 0; /* Python has work: the rest of a long send goes on next turn */

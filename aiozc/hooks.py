@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from asyncio import base_events, constants, sslproto
+from asyncio import base_events, constants, selector_events, sslproto
 from asyncio.transports import _FlowControlMixin
 from typing import Any
 
@@ -37,6 +37,15 @@ SSLProtocolTransport: Any = sslproto._SSLProtocolTransport
 _ATTACH_TAKES_TRANSPORT = (
     len(inspect.signature(base_events.Server._attach).parameters) > 1  # type: ignore[attr-defined]
 )
+
+
+_HAS_CONTEXT = (  # from 3.15 on transports, servers and accepting pass one
+    "context" in inspect.signature(selector_events.BaseSelectorEventLoop._start_serving).parameters  # type: ignore[attr-defined]
+)
+
+
+def context_keyword(context: Any) -> dict[str, Any]:
+    return {"context": context} if _HAS_CONTEXT else {}
 
 
 def attach(server: Any, transport: Any) -> None:

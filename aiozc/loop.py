@@ -9,6 +9,7 @@ Never: per-packet work; that is reactor.py, transports/ and the native side.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import socket
 import warnings
 from asyncio import events
@@ -124,15 +125,15 @@ class EventLoop(asyncio.SelectorEventLoop):
         *,
         extra: dict[str, Any] | None = None,
         server: Any = None,
-        **kwargs: Any,
+        context: contextvars.Context | None = None,
     ) -> Any:
         self._ensure_fd_no_transport(sock)  # type: ignore[attr-defined]
         if sock.type != socket.SOCK_STREAM:
             # SOCK_SEQPACKET and the like: boundaries that a gathering queue would not keep.
             return super()._make_socket_transport(  # type: ignore[misc]
-                sock, protocol, waiter, extra=extra, server=server, **kwargs
+                sock, protocol, waiter, extra=extra, server=server, **hooks.context_keyword(context)
             )
-        return StreamTransport(self, sock, protocol, waiter, extra, server)
+        return StreamTransport(self, sock, protocol, waiter, extra, server, None, context)
 
     def _make_ssl_transport(
         self,
@@ -147,6 +148,7 @@ class EventLoop(asyncio.SelectorEventLoop):
         server: Any = None,
         ssl_handshake_timeout: float | None = hooks.constants.SSL_HANDSHAKE_TIMEOUT,
         ssl_shutdown_timeout: float | None = hooks.constants.SSL_SHUTDOWN_TIMEOUT,
+        context: contextvars.Context | None = None,
         **kwargs: Any,
     ) -> Any:
         self._ensure_fd_no_transport(rawsock)  # type: ignore[attr-defined]
@@ -160,7 +162,7 @@ class EventLoop(asyncio.SelectorEventLoop):
             ssl_handshake_timeout=ssl_handshake_timeout,
             ssl_shutdown_timeout=ssl_shutdown_timeout,
         )
-        StreamTransport(self, rawsock, tls, None, extra, server)
+        StreamTransport(self, rawsock, tls, None, extra, server, None, context)
         return tls._app_transport
 
     def _make_datagram_transport(
@@ -185,13 +187,15 @@ class EventLoop(asyncio.SelectorEventLoop):
         backlog: int = 100,
         ssl_handshake_timeout: float | None = hooks.constants.SSL_HANDSHAKE_TIMEOUT,
         ssl_shutdown_timeout: float | None = hooks.constants.SSL_SHUTDOWN_TIMEOUT,
+        context: contextvars.Context | None = None,
     ) -> None:
         self._check_closed()  # type: ignore[attr-defined]
         args = (sslcontext, server, backlog, ssl_handshake_timeout, ssl_shutdown_timeout)
         if sock.type != socket.SOCK_STREAM:
-            super()._start_serving(protocol_factory, sock, *args)  # type: ignore[misc]
+            keyword = hooks.context_keyword(context)
+            super()._start_serving(protocol_factory, sock, *args, **keyword)  # type: ignore[misc]
             return
-        listener = Listener(self, protocol_factory, sock, args)
+        listener = Listener(self, protocol_factory, sock, args, context)
         self._listeners[sock.fileno()] = listener
         listener.start()
 

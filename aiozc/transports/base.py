@@ -57,6 +57,7 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         extra: dict[str, Any] | None,
         server: Any,
         family: int,
+        context: contextvars.Context | None = None,
     ) -> None:
         fd = self._sock_fd = sock.fileno()
         self._reactor = loop._reactor
@@ -78,12 +79,14 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         self._started = False  # connection_made was called
         self._protocol_connected = False
         self._protocol: Any = None
-        self._run = contextvars.copy_context().run
+        # As CPython from 3.15 on, and uvloop: what the loop calls of a protocol runs in one context.
+        self._context = contextvars.copy_context() if context is None else context
+        self._run = self._context.run
         self.set_protocol(protocol)
         if server is not None:
             hooks.attach(server, self)
         loop._transports[fd] = self  # type: ignore[attr-defined]
-        loop.call_soon(self._begin)
+        loop.call_soon(self._begin, context=self._context)
         if waiter is not None:
             loop.call_soon(futures._set_result_unless_cancelled, waiter, None)  # type: ignore[attr-defined]
 
@@ -182,7 +185,7 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
             notify(self._conn, lib.AZC_NOTIFY_DRAINED)
         else:
             self._conn_lost += 1
-            self._loop.call_soon(self._call_connection_lost, None)
+            self._loop.call_soon(self._call_connection_lost, None, context=self._context)
 
     def _stopped(self) -> None:
         """Nothing more is delivered to the protocol."""
@@ -210,11 +213,13 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         if self._conn_lost:
             return
         error = exc.errno if isinstance(exc, OSError) and exc.errno else errno.ECONNABORTED
+        if self._conn.unsent:
+            lib.azc_conn_flush(self._conn)
         lib.azc_conn_abort(self._conn, -error)
         self._closing = True
         self._stopped()
         self._conn_lost += 1
-        self._loop.call_soon(self._call_connection_lost, exc)
+        self._loop.call_soon(self._call_connection_lost, exc, context=self._context)
 
     def _loop_closed(self) -> None:
         """The loop ends with this transport open: as asyncio does, leave the socket to __del__."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import hooks
 from .._reactor_c import ffi, lib
-from .base import NativeTransport, os_error
+from .base import NativeTransport, notify, os_error
 
 if TYPE_CHECKING:
     from ..loop import EventLoop
@@ -54,8 +54,8 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
     # -- receiving --
 
     def _on_datagram(self, res: int, start: int) -> None:
-        if self._conn_lost or self._closing:
-            return
+        if self._conn_lost or (self._closing and res >= 0):
+            return  # while closing, the errors of what is still sent are told, as asyncio does
         try:
             if res < 0:
                 self._run(self._protocol.error_received, os_error(res))
@@ -109,6 +109,14 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
         self._addresses[name] = address
         return address
 
+    def close(self) -> None:
+        """As the stream's, but never ahead of the send errors that wait as events."""
+        if self._closing:
+            return
+        self._closing = True
+        self._receive(False)
+        notify(self._conn, lib.AZC_NOTIFY_DRAINED)
+
     # -- sending --
 
     def sendto(self, data: Any, addr: Any = None) -> None:
@@ -127,7 +135,8 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
                 self._conn_lost += 1
             return
         name = b""
-        if not self._extra["peername"]:
+        peer = self._extra["peername"]  # "": connected, to a Unix socket without a name
+        if not peer and (peer is None or addr is not None):
             known = self._names.get(addr) if type(addr) is tuple else None
             name = known if known is not None else self._name(addr)
             if not name:

@@ -27,7 +27,7 @@ _NO_RESOURCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Listener:
-    __slots__ = ("_args", "_conn", "_factory", "_kind", "_loop", "_run", "_sock", "_timer")
+    __slots__ = ("_args", "_conn", "_context", "_factory", "_kind", "_loop", "_sock", "_timer")
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class Listener:
         factory: Callable[[], Any],
         sock: socket.socket,
         args: tuple[Any, ...],
+        context: contextvars.Context | None = None,
     ) -> None:
         self._loop = loop
         self._factory = factory
@@ -42,7 +43,8 @@ class Listener:
         self._args = args  # sslcontext, server, backlog, ssl timeouts: as asyncio passes them
         self._kind = (int(sock.family), int(sock.type), sock.proto)
         self._timer: Any = None
-        self._run = contextvars.copy_context().run  # what connections are served in
+        # Each connection is served in a copy: what a protocol factory sets is that connection's.
+        self._context = contextvars.copy_context() if context is None else context
         self._conn: Any = loop._reactor.open(sock.fileno(), lib.AZC_LISTEN, self)
 
     def start(self) -> None:
@@ -50,10 +52,16 @@ class Listener:
         if self._conn is not None:
             lib.azc_conn_start(self._conn)
 
-    def _serve(self, sock: socket.socket, extra: dict[str, Any], server: Any) -> None:
+    def _serve(
+        self,
+        sock: socket.socket,
+        extra: dict[str, Any],
+        server: Any,
+        context: contextvars.Context,
+    ) -> None:
         try:
             protocol = self._factory()
-            StreamTransport(self._loop, sock, protocol, None, extra, server, self._kind[0])
+            StreamTransport(self._loop, sock, protocol, None, extra, server, self._kind[0], context)
         except (SystemExit, KeyboardInterrupt):
             sock.close()
             raise
@@ -81,19 +89,20 @@ class Listener:
 
     def _on_accept(self, res: int) -> None:
         if res >= 0:
-            self._run(self._accepted, res)
+            context = self._context.copy()
+            context.run(self._accepted, res, context)
             return
         error = OSError(-res, os.strerror(-res))
-        context = {"exception": error, "socket": trsock.TransportSocket(self._sock)}
+        about = {"exception": error, "socket": trsock.TransportSocket(self._sock)}
         if -res in _NO_RESOURCE:
             self._loop.call_exception_handler(
-                {"message": "socket.accept() out of system resource", **context}
+                {"message": "socket.accept() out of system resource", **about}
             )
         else:
-            self._loop.call_exception_handler({"message": "socket.accept() failed", **context})
+            self._loop.call_exception_handler({"message": "socket.accept() failed", **about})
         self._timer = self._loop.call_later(hooks.constants.ACCEPT_RETRY_DELAY, self.start)
 
-    def _accepted(self, fd: int) -> None:
+    def _accepted(self, fd: int, context: contextvars.Context) -> None:
         family, kind, proto = self._kind
         sock = socket.socket(family, kind, proto, fileno=fd)
         extra: dict[str, Any] = {}
@@ -102,10 +111,17 @@ class Listener:
         sslcontext, server, _backlog, *timeouts = self._args
         if sslcontext is None:
             # Nothing to wait for: no task, and a burst has its transports within the turn.
-            self._serve(sock, extra, server)
+            self._serve(sock, extra, server, context)
             return
         self._loop.create_task(
             self._loop._accept_connection2(  # type: ignore[attr-defined]
-                self._factory, sock, extra, sslcontext, server, *timeouts
-            )
+                self._factory,
+                sock,
+                extra,
+                sslcontext,
+                server,
+                *timeouts,
+                **hooks.context_keyword(context),
+            ),
+            context=context,
         )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextvars
 import errno
 import socket
 import struct
@@ -86,6 +87,7 @@ class StreamTransport(NativeTransport):
 
     _kind = lib.AZC_STREAM
     _start_tls_compatible = True
+    _read_ready_cb = None  # test_ssl of CPython 3.14 and 3.15 asks for it
     _sendfile_compatible = hooks.constants._SendfileMode.TRY_NATIVE
 
     def __init__(
@@ -97,6 +99,7 @@ class StreamTransport(NativeTransport):
         extra: dict[str, Any] | None = None,
         server: Any = None,
         family: int | None = None,
+        context: contextvars.Context | None = None,
     ) -> None:
         self._eof = False
         self._eof_seen = False
@@ -108,7 +111,7 @@ class StreamTransport(NativeTransport):
         self._marks: collections.deque[tuple[int, Operation]] = collections.deque()
         if family is None:
             family = int(sock.family)
-        super().__init__(loop, sock, protocol, waiter, extra, server, family)
+        super().__init__(loop, sock, protocol, waiter, extra, server, family, context)
         self._conn.zc_low = loop._settings.zc_low_water
         self._conn.adaptive = loop._settings.adaptive
 
@@ -118,7 +121,12 @@ class StreamTransport(NativeTransport):
         """Also while writing is paused: the old protocol is resumed, the new one takes over the pause."""
         old = self._protocol
         super().set_protocol(protocol)
-        self._buffered = isinstance(protocol, asyncio.BufferedProtocol)
+        self._buffered = isinstance(protocol, asyncio.BufferedProtocol) or (
+            # uvloop's rule: a BaseProtocol that has the methods is one, too
+            isinstance(protocol, asyncio.BaseProtocol)
+            and not isinstance(protocol, asyncio.Protocol)
+            and hasattr(protocol, "get_buffer")
+        )
         if self._protocol_paused and old is not None and old is not protocol:
             self._call(old.resume_writing, "protocol.resume_writing() failed", old)
             self._call(protocol.pause_writing, "protocol.pause_writing() failed", protocol)

@@ -126,8 +126,10 @@ def main() -> None:
     orders = json.loads(sys.stdin.read())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.set_inheritable(orders["out"], False)
-    # A shell's background job has it ignored, and tests interrupt themselves.
+    # Jobs in the background, and nohup, have them ignored; tests send them to themselves and to children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     module = orders["module"].rpartition(".")[2]
     recorder = Recorder(os.fdopen(orders["out"], "w"), orders["limit"], orders["limits"])
     dump_traceback_later(orders["limit"], exit=True)

@@ -93,7 +93,9 @@ def markdown(runs: list[Run]) -> None:
     console = Console(width=WIDTH)
     found = table(runs)
     found.box = box.MARKDOWN
-    console.print(found)
+    with console.capture() as text:
+        console.print(found)
+    print(text.get().strip())
     for suite, entries in groupby(expected.load(), key=lambda entry: entry.suite):
         print(f"\n### {suite}\n")
         print("| tests | | reason |\n| --- | --- | --- |")
