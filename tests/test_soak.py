@@ -53,7 +53,7 @@ def test_two_minutes_of_connections_at_random_lose_nothing_and_leave_nothing(bac
     assert result.returncode == 0, result.stderr + result.stdout
 
 
-def test_the_soak_sees_a_wrong_byte(backend: str) -> None:
+def test_the_soak_sees_a_wrong_byte() -> None:
     spoil = """
 from aiozc.transports.stream import StreamTransport
 write = StreamTransport.write
@@ -63,12 +63,12 @@ def spoiled(self, data):
     write(self, data)
 StreamTransport.write = spoiled
 """
-    result = soak_with(spoil, "--backend", backend, *QUICK)
+    result = soak_with(spoil, "--backend", "epoll", *QUICK)
     assert result.returncode == 1, result.stderr + result.stdout
     assert "instead of" in result.stderr
 
 
-def test_the_soak_sees_a_lost_byte(backend: str) -> None:
+def test_the_soak_sees_a_lost_byte() -> None:
     spoil = """
 from aiozc.transports.stream import StreamTransport
 write = StreamTransport.write
@@ -77,12 +77,12 @@ def spoiled(self, data):
     write(self, whole[:-1] if len(whole) > 9000 else data)
 StreamTransport.write = spoiled
 """
-    result = soak_with(spoil, "--backend", backend, *QUICK)
+    result = soak_with(spoil, "--backend", "epoll", *QUICK)
     assert result.returncode == 1, result.stderr + result.stdout
     assert "VIOLATION" in result.stderr
 
 
-def test_the_soak_sees_a_descriptor_that_stays(backend: str) -> None:
+def test_the_soak_sees_a_descriptor_that_stays() -> None:
     leak = """
 import os
 soak.QUIET_LIMIT = 1.0
@@ -92,12 +92,28 @@ async def leaking(reader, writer):
     return await greeted(reader, writer)
 soak.greeted = leaking
 """
-    result = soak_with(leak, "--backend", backend, *QUICK)
+    result = soak_with(leak, "--backend", "epoll", *QUICK)
     assert result.returncode == 1, result.stderr + result.stdout
     assert "descriptors with every connection over" in result.stderr
 
 
-def test_the_soak_sees_a_loop_that_does_not_turn(backend: str) -> None:
+def test_the_soak_sees_memory_that_is_kept() -> None:
+    keep = """
+kept = []
+greeted = soak.greeted
+async def keeping(reader, writer):
+    kept.append(bytearray(60_000))
+    kept.extend(object() for _ in range(100))
+    return await greeted(reader, writer)
+soak.greeted = keeping
+"""
+    result = soak_with(keep, "--backend", "epoll", *QUICK)
+    assert result.returncode == 1, result.stderr + result.stdout
+    assert "heap MiB grew by" in result.stderr
+    assert "blocks grew by" in result.stderr
+
+
+def test_the_soak_sees_a_loop_that_does_not_turn() -> None:
     block = """
 import time
 soak.TURN_LIMIT = 0.5
@@ -107,7 +123,7 @@ async def blocking(reader, writer):
     return await greeted(reader, writer)
 soak.greeted = blocking
 """
-    result = soak_with(block, "--backend", backend, "--connections", "2", "--seconds", "1")
+    result = soak_with(block, "--backend", "epoll", "--connections", "2", "--seconds", "1")
     assert result.returncode == 1, result.stderr + result.stdout
     assert "did not turn" in result.stderr
 

@@ -10,6 +10,7 @@ import ctypes
 import faulthandler
 import gc
 import os
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -30,6 +31,27 @@ def rss(pid: int | str = "self") -> int:
 def descriptors(pid: int | str = "self") -> int:
     """Open descriptors; for this process without the one that lists them."""
     return len(os.listdir(f"/proc/{pid}/fd")) - (pid == "self")
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks")),
+        ("keepcost", ctypes.c_size_t),
+    )
+
+
+_mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc 2.33
+if _mallinfo2 is not None:
+    _mallinfo2.restype = _Mallinfo2
+
+
+def heap() -> int:
+    """Bytes that C code has allocated and not freed: exact, where RSS also counts holes. 0: unknown."""
+    if _mallinfo2 is None:
+        return 0
+    info = _mallinfo2()
+    return int(info.uordblks + info.hblkhd)
 
 
 def settle() -> None:
@@ -76,6 +98,8 @@ class Sample:
     at: float
     quiet: bool  # nothing was going on: every level must be as at the start
     rss: int
+    heap: int
+    blocks: int  # of Python's own allocator
     fds: int
     lives: int
     connections: int
@@ -97,6 +121,8 @@ class Watch:
             at=time.monotonic() - self.began,
             quiet=quiet,
             rss=rss(),
+            heap=heap(),
+            blocks=sys.getallocatedblocks(),
             fds=descriptors(),
             lives=lives,
             connections=stats.connections,
@@ -111,9 +137,9 @@ class Watch:
     def show(self, console: Console, title: str, rows: int = 16) -> None:
         """Every quiet moment, and of the busy ones as many as there is room for."""
         table = Table(title=title, title_justify="left")
-        for name in ("s", "lives", "descriptors", "RSS MiB", "queued MiB", "pinned MiB"):
+        for name in ("s", "lives", "fds", "RSS MiB", "heap MiB", "blocks", "queued MiB"):
             table.add_column(name, justify="right")
-        for name in ("operations", "held", ""):
+        for name in ("pinned MiB", "operations", "held", ""):
             table.add_column(name, justify="right")
         step = max(1, len(self.samples) // rows)
         for i, s in enumerate(self.samples):
@@ -123,6 +149,8 @@ class Watch:
                     str(s.lives),
                     str(s.fds),
                     mib(s.rss),
+                    mib(s.heap),
+                    f"{s.blocks:,}",
                     mib(s.queued),
                     mib(s.pinned),
                     str(s.operations),
