@@ -35,8 +35,9 @@
 #define AZC_EV_WRITE 3    /* `arg`: AZC_NOTIFY_*; res < 0: the errno that ended sending */
 #define AZC_EV_SENT 4     /* operation: last byte accepted (only when want_sent is set) */
 #define AZC_EV_RELEASED 5 /* operation: its memory is free; the azc_op is valid until next wait */
-#define AZC_EV_DATAGRAM 6 /* like RECV; the buffer begins with an azc_datagram and its address */
-#define AZC_EV_REFUSED 7  /* sending a datagram failed with res < 0; it is dropped */
+/* Like RECV; the buffer begins with an azc_datagram and its address. Or a datagram was refused by
+ * the kernel with res < 0, and dropped. */
+#define AZC_EV_DATAGRAM 6
 
 /* What azc_wait answers: a number of events (low 16 bits), and these. */
 #define AZC_FIRED_EVENTS 65535
@@ -206,7 +207,8 @@ azc_stats *azc_stats_of(azc_reactor *r);
 /* Plain parts held by reference whose memory is free again: tokens, taken by the caller. */
 size_t azc_take_released(azc_reactor *r, uint64_t *tokens, size_t max);
 
-/* Connections. azc_conn_close ends everything that the kernel does for it, at once. */
+/* Connections. azc_conn_close ends everything that the kernel does for it, at once; it answers 1 if
+ * memory stays pinned, and azc_linger is to be called from time to time. */
 azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind, int family);
 int azc_conn_start(azc_conn *c);
 int azc_conn_stop(azc_conn *c);
@@ -215,6 +217,7 @@ void azc_conn_notify(azc_conn *c, uint32_t what);
 void azc_conn_flush(azc_conn *c);
 int azc_conn_abort(azc_conn *c, int error);
 int azc_conn_close(azc_conn *c, int error);
+int azc_linger(azc_reactor *r, int64_t limit_ns);
 
 /* Sending. */
 int azc_write(azc_conn *c, const char *p, size_t n, int by_reference);

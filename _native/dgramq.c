@@ -80,7 +80,7 @@ void dgramq_flush(struct conn *c)
         if (sent < 0 && errno == EAGAIN) {
             c->want_out = true;
         } else if (sent < 0) {
-            emit(c->r, c->pub.token, AZC_EV_REFUSED, -errno, 0);
+            emit(c->r, c->pub.token, AZC_EV_DATAGRAM, -errno, 0);
             pop(c);
         }
         for (int i = 0; i < sent; i++)

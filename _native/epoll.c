@@ -89,7 +89,7 @@ static int epoll_attach(struct azc_reactor *r)
 static void send_some(struct conn *c)
 {
     uint64_t budget = SEND_BURST;
-    while (sendq_ready(c) && !c->want_out && budget) {
+    while (sendq_ready(c) && budget) {
         struct gathered g;
         if (sendq_gather(c, &g) < 0)
             return;

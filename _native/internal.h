@@ -16,9 +16,8 @@
 #include <sys/uio.h>
 
 /* Copying a small write costs less than holding it: no event, no reference. Above it, what the
- * socket does not take at once is held by reference. Measured at 16 KiB x 64 connections: 8.7 us of
- * CPU an echo when copied and sent with the turn's enter, 10.2 when each goes by a sendmsg of its
- * own. */
+ * socket does not take at once is held by reference. (bench/echo.py --size 16384 shows it: with
+ * 8191 here each of its echoes goes by a sendmsg of its own.) */
 #define COPY_MAX 16384u
 /* A slow reader's backlog is not copied any further: references cost it less memory. */
 #define COPY_BACKLOG (256u << 10)
@@ -26,6 +25,10 @@
 #define SEND_NOW (64u << 10)
 /* A zero-copy stack is closed by MSG_EOR each so many bytes, else notifications starve. */
 #define EOR_BYTES (64u << 10)
+/* Parts smaller than this on average are copied: each is charged a page at the receiver, whose
+ * window collapses (measured on loopback, 1,500 parts of 64 B to a 16 KiB receive buffer: 49.5 s,
+ * 1 ms by copying). Not where a threshold of 0 forces zero-copy. */
+#define ZC_PART_MIN 1024u
 /* Adaptive: so many trusted reports in a row decide that the path copies; it is probed again by one
  * request after so many bytes, then after twice as many, and so on (a capture ends, a route
  * changes). */
@@ -99,7 +102,7 @@ struct req { /* one request: alive from its SQE to its last completion */
     azc_op **ops;
     azc_op *inline_ops[REQ_INLINE_OPS];
     uint32_t n_ops, cap_ops;
-    bool zc, fresh, first_seen, notif_seen, orphan, in_kernel;
+    bool zc, fresh, first_seen, notif_seen, orphan;
 };
 
 /* ---- sendq.c ---- */
@@ -159,6 +162,8 @@ struct conn {
     bool dirty;
     bool want_recv, armed, cancelling, eof;
     bool cancel_rq, cancel_rq_sent;
+    bool rq_waits;    /* uring: the request waits for room in the kernel */
+    bool half_closed; /* the peer will send nothing more; see uring.c for why that matters */
     bool last_eor;
     /* Adaptive: what trusted reports said, and the stream position of the next probe. */
     bool path_copies;
@@ -168,7 +173,11 @@ struct conn {
     bool out_armed; /* uring: a poll for that is with the kernel */
     uint32_t ep_mask;
     bool closed;
-    int orphan_fd;
+    /* Closed with memory still pinned: a duplicate of the descriptor, what was unacknowledged when
+     * azc_linger last looked, and since when. */
+    int kept_fd;
+    int kept_unacked;
+    uint64_t kept_since;
 };
 
 /* ---- reactor.c ---- */
@@ -212,6 +221,7 @@ void mark_dirty(struct conn *c);
 void conn_notify(struct conn *c);
 void conn_send_failed(struct conn *c, int error);
 void conn_maybe_free(struct conn *c);
+uint64_t now_ns(void);
 bool fault(struct azc_reactor *r, int kind);
 
 struct chunk *chunk_new(struct azc_reactor *r, size_t want);
@@ -257,9 +267,14 @@ static inline struct part *sendq_at(struct sendq *q, uint32_t i)
 {
     return &q->parts[(q->head + i) & (q->cap - 1)];
 }
+/* May a request wait for room in the kernel? */
+static inline bool may_wait(const struct conn *c)
+{
+    return !c->half_closed && c->want_recv;
+}
 static inline bool sendq_ready(const struct conn *c)
 {
-    return c->q.count && !c->rq && !c->pub.error && !c->closed;
+    return c->q.count && !c->rq && !c->want_out && !c->pub.error && !c->closed;
 }
 
 #endif

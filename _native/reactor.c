@@ -11,11 +11,15 @@
 #include "internal.h"
 
 #include <errno.h>
+#include <fcntl.h>
+#include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #define container(ptr, type, member) ((type *)((char *)(ptr)-offsetof(type, member)))
@@ -23,6 +27,13 @@
 static struct conn *conn_of(azc_conn *c)
 {
     return container(c, struct conn, pub);
+}
+
+uint64_t now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
 bool fault(struct azc_reactor *r, int kind)
@@ -127,8 +138,8 @@ void conn_maybe_free(struct conn *c)
 {
     if (!c->closed || c->dirty || c->rq || c->armed || c->out_armed || c->notifs)
         return; /* while it is in the dirty list, flush calls again */
-    if (c->orphan_fd >= 0)
-        close(c->orphan_fd);
+    if (c->kept_fd >= 0)
+        close(c->kept_fd);
     sendq_destroy(c);
     table_free(&c->r->conns, c);
 }
@@ -203,6 +214,8 @@ static void forget_parent(struct azc_reactor *r)
             continue;
         c->armed = c->cancelling = c->out_armed = false;
         c->ep_mask = 0;
+        dgramq_drop(c);
+        c->want_out = false;
         if (c->pub.unsent)
             conn_send_failed(c, -ECANCELED);
         mark_dirty(c);
@@ -272,18 +285,20 @@ int azc_close(azc_reactor *r)
     int left = (int)r->reqs.live;
     if (r->be_data)
         r->be->destroy(r);
-    if (left)
-        return left;
     for (uint32_t i = 0; i < table_slots(&r->conns); i++) {
         struct conn *c = table_at(&r->conns, i);
         if (!c)
             continue;
+        if (c->kept_fd >= 0)
+            close(c->kept_fd);
+        if (left)
+            continue;
         sendq_drop(c, -ECONNABORTED);
         dgramq_drop(c);
         sendq_destroy(c);
-        if (c->orphan_fd >= 0)
-            close(c->orphan_fd);
     }
+    if (left)
+        return left;
     slab_destroy(&r->slab);
     table_destroy(&r->ops);
     table_destroy(&r->reqs);
@@ -331,7 +346,7 @@ azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind, int family)
     if (!c)
         return NULL;
     c->r = r;
-    c->orphan_fd = -1;
+    c->kept_fd = -1;
     c->pub.token = c->slot.token;
     c->pub.fd = fd;
     c->pub.kind = (uint8_t)kind;
@@ -412,7 +427,58 @@ int azc_conn_abort(azc_conn *pub, int error)
     return 0;
 }
 
-/* Afterwards the caller closes the descriptor and never uses `pub` again. */
+/* An RST at once, with everything unsent dropped, whoever else holds the socket: what close() does
+ * where linger is 0, here without closing. */
+static void reset(int fd)
+{
+    struct sockaddr none = {.sa_family = AF_UNSPEC};
+    (void)connect(fd, &none, sizeof none);
+}
+
+/* What closing the descriptor would send, with a duplicate kept: it tells of acknowledgements when
+ * the notifications are lost with their ring (uring.c, orphans), and ends the pins of a peer that
+ * stopped reading. Nobody else may hold the socket: what close() leaves to others, this ends. */
+static void keep_descriptor(struct conn *c)
+{
+    struct linger linger = {0};
+    socklen_t n = sizeof linger;
+    int unread = 0, fd = fcntl(c->pub.fd, F_DUPFD_CLOEXEC, 0);
+    if (fd < 0)
+        return; /* no descriptor is free: its pins last as long as the peer likes */
+    (void)getsockopt(fd, SOL_SOCKET, SO_LINGER, &linger, &n);
+    (void)ioctl(fd, SIOCINQ, &unread);
+    if (unread || (linger.l_onoff && !linger.l_linger))
+        reset(fd);
+    else
+        (void)shutdown(fd, SHUT_RDWR);
+    (void)ioctl(fd, SIOCOUTQ, &c->kept_unacked);
+    c->kept_since = now_ns();
+    c->kept_fd = fd;
+}
+
+/* Closed connections whose memory the kernel still reads: one whose peer acknowledged nothing for
+ * so long is reset, and that frees it. The answer: how many there are. */
+int azc_linger(azc_reactor *r, int64_t limit_ns)
+{
+    int n = 0;
+    uint64_t now = now_ns();
+    for (uint32_t i = 0; i < table_slots(&r->conns); i++) {
+        struct conn *c = table_at(&r->conns, i);
+        int unacked = 0;
+        if (!c || !c->closed || c->kept_fd < 0)
+            continue;
+        n++;
+        if (ioctl(c->kept_fd, SIOCOUTQ, &unacked) == 0 && unacked != c->kept_unacked) {
+            c->kept_unacked = unacked;
+            c->kept_since = now;
+        } else if (now - c->kept_since >= (uint64_t)limit_ns) {
+            reset(c->kept_fd);
+        }
+    }
+    return n;
+}
+
+/* Afterwards the caller closes the descriptor and never uses `pub` again. 1: memory is pinned. */
 int azc_conn_close(azc_conn *pub, int error)
 {
     struct conn *c = conn_of(pub);
@@ -423,13 +489,11 @@ int azc_conn_close(azc_conn *pub, int error)
     if (pub->kind == AZC_STREAM)
         c->r->stats.connections--;
     c->closed = true;
-    for (uint32_t i = 0; i < table_slots(&c->r->reqs) && c->notifs && c->orphan_fd < 0; i++) {
-        struct req *q = table_at(&c->r->reqs, i);
-        if (q && q->conn == c && q->orphan)
-            c->orphan_fd = dup(pub->fd); /* its acknowledgements are all we will learn */
-    }
+    bool pinned = c->notifs > 0;
+    if (pinned)
+        keep_descriptor(c);
     conn_maybe_free(c);
-    return rc;
+    return rc < 0 ? rc : pinned;
 }
 
 /* ---- sending ---- */

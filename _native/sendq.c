@@ -115,10 +115,12 @@ static int reserve_iov(struct sendq *q, uint32_t want)
     return 0;
 }
 
-static bool zc_allowed(struct conn *c, uint64_t zc_bytes, uint64_t bytes)
+static bool zc_allowed(struct conn *c, uint64_t zc_bytes, uint64_t bytes, uint32_t parts)
 {
     struct azc_reactor *r = c->r;
     if (!zc_bytes || !c->pub.zc_ok || zc_bytes < c->pub.zc_threshold)
+        return false;
+    if (c->pub.zc_threshold && bytes / parts < ZC_PART_MIN)
         return false;
     if (c->pub.adaptive && c->path_copies) {
         if (c->pub.sent_pos < c->probe_at) {
@@ -148,6 +150,8 @@ int sendq_gather(struct conn *c, struct gathered *g)
     uint32_t max = q->count < c->r->cfg.max_parts ? q->count : c->r->cfg.max_parts, n = 0;
     if (q->copy_left && q->copy_left < limit)
         limit = q->copy_left;
+    if (q->zc_parts && !may_wait(c) && limit > EOR_BYTES)
+        limit = EOR_BYTES; /* it may end short, and then without closing its stack */
     int rc = reserve_iov(q, max);
     if (rc < 0)
         return rc;
@@ -161,7 +165,7 @@ int sendq_gather(struct conn *c, struct gathered *g)
     }
     *g = (struct gathered){.parts = n, .bytes = bytes};
     if (!q->copy_left)
-        g->zc = zc_allowed(c, zc_bytes, bytes);
+        g->zc = zc_allowed(c, zc_bytes, bytes, n);
     if (g->zc) {
         q->since_eor += bytes;
         /* A request whose report decides must not share its skb with another one. */

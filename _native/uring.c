@@ -13,7 +13,17 @@
  *
  * Orphans: a notification that belongs to a ring whose thread is gone will never be seen. All bytes
  * up to the request's end being acknowledged by the peer proves that no later change of the memory
- * can reach it: a retransmission of them would be dropped. That is what releases an orphan.
+ * can reach it: a retransmission of them would be dropped. That is what releases an orphan, or the
+ * end of its connection (TCP_CLOSE): there is nothing left to retransmit. After close, reactor.c's
+ * duplicate of the descriptor answers for it.
+ *
+ * Half-closed peers: a request that waits for room polls for it, and the kernel adds POLLRDHUP to
+ * what it polls for. Once the peer has closed its side, that poll is always ready: the request is
+ * retried 128 times, and then a SEND sleeps in a worker thread of the kernel (one a connection),
+ * while a SENDMSG comes back with -EAGAIN (measured, 6.18). So from its end of file on, or from an
+ * -EAGAIN, a connection's requests carry MSG_DONTWAIT and room is awaited by a multishot poll,
+ * whose edges are real but for the first; likewise while no receive would see the end of
+ * file.
  *
  * Never: link requests, touch the ring of another thread or of a parent process.
  */
@@ -23,6 +33,8 @@
 #include <errno.h>
 #include <liburing.h>
 #include <linux/sockios.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
@@ -58,13 +70,6 @@ struct uring {
 static struct uring *uring_of(struct azc_reactor *r)
 {
     return r->be_data;
-}
-
-static uint64_t now_ns(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
 static struct __kernel_timespec timespec_of(int64_t ns)
@@ -174,6 +179,13 @@ static uint32_t count_orphans(struct azc_reactor *r)
     return n;
 }
 
+static bool ended(int fd)
+{
+    struct tcp_info info;
+    socklen_t n = sizeof info;
+    return getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &n) == 0 && info.tcpi_state == TCP_CLOSE;
+}
+
 static void reap_orphans(struct azc_reactor *r)
 {
     struct uring *u = uring_of(r);
@@ -181,10 +193,11 @@ static void reap_orphans(struct azc_reactor *r)
         struct req *q = table_at(&r->reqs, i);
         if (!q || !q->orphan)
             continue;
-        int fd = q->conn->closed ? q->conn->orphan_fd : q->conn->pub.fd, unacked = 0;
-        if (fd < 0 || ioctl(fd, SIOCOUTQ, &unacked) < 0)
+        int fd = q->conn->closed ? q->conn->kept_fd : q->conn->pub.fd, unacked = 0;
+        if (fd < 0)
             continue;
-        if ((int64_t)(q->conn->pub.sent_pos - q->end_pos) >= unacked) {
+        if (ended(fd) || (ioctl(fd, SIOCOUTQ, &unacked) == 0 &&
+                          (int64_t)(q->conn->pub.sent_pos - q->end_pos) >= unacked)) {
             u->orphans--;
             req_notif(q, false, false);
         }
@@ -270,7 +283,8 @@ static void on_stream(struct conn *c, int32_t res, unsigned flags)
     if (res == -ENOBUFS) {
         r->stats.enobufs++;
     } else if (res == 0) {
-        c->eof = true;
+        c->eof = c->half_closed = true;
+        mark_dirty(c);
         emit(r, token, AZC_EV_RECV, 0, 0);
     } else if (res != -ECANCELED && res != -EINTR && res != -EAGAIN) {
         c->want_recv = false;
@@ -334,14 +348,17 @@ static void on_conn(struct azc_reactor *r, uint64_t token, int32_t res, unsigned
         mark_dirty(c);
 }
 
-/* A datagram socket that was full is writable again. */
-static void on_out(struct azc_reactor *r, uint64_t token)
+/* A socket that was full is writable again; or it is not, and the next send says so. */
+static void on_out(struct azc_reactor *r, uint64_t token, unsigned flags)
 {
     struct conn *c = table_get(&r->conns, token);
-    uring_of(r)->inflight--;
+    if (!(flags & IORING_CQE_F_MORE))
+        uring_of(r)->inflight--;
     if (!c)
         return;
-    c->out_armed = c->want_out = false;
+    if (!(flags & IORING_CQE_F_MORE))
+        c->out_armed = false;
+    c->want_out = false;
     if (c->closed)
         conn_maybe_free(c);
     else
@@ -355,10 +372,29 @@ static void on_req(struct azc_reactor *r, uint64_t token, int32_t res, unsigned 
         uring_of(r)->inflight--;
     if (!q)
         return; /* a stray notification of an earlier use of the slot */
-    if (flags & IORING_CQE_F_NOTIF)
+    if (flags & IORING_CQE_F_NOTIF) {
         req_notif(q, true, (uint32_t)res & ZC_COPIED);
-    else
-        req_first(q, res, flags & IORING_CQE_F_MORE);
+        return;
+    }
+    struct conn *c = q->conn;
+    if (res == -EAGAIN || (!c->rq_waits && res >= 0 && (uint64_t)res < q->bytes)) {
+        c->half_closed |= c->rq_waits;
+        c->want_out = true;
+        mark_dirty(c);
+    }
+    req_first(q, res, flags & IORING_CQE_F_MORE);
+}
+
+/* A request that is cancelled until it ends. -ENOENT: it was just between two attempts. -EALREADY:
+ * a worker thread has it, and was woken; if it had sent something by then it goes on with the rest
+ * (io_wq_submit_work takes its -EAGAIN as "again"). */
+static void on_cancel(struct azc_reactor *r, uint64_t about, int32_t res)
+{
+    struct conn *c = about && res < 0 ? table_get(&r->conns, about) : NULL;
+    if (!c || !c->rq)
+        return;
+    c->cancel_rq_sent = false;
+    mark_dirty(c);
 }
 
 static unsigned harvest(struct azc_reactor *r)
@@ -376,7 +412,9 @@ static unsigned harvest(struct azc_reactor *r)
         else if (UD_TYPE(cqe->user_data) == UD_REQ)
             on_req(r, UD_TOKEN(cqe->user_data), cqe->res, cqe->flags);
         else if (UD_TYPE(cqe->user_data) == UD_OUT)
-            on_out(r, UD_TOKEN(cqe->user_data));
+            on_out(r, UD_TOKEN(cqe->user_data), cqe->flags);
+        else if (UD_TYPE(cqe->user_data) == UD_CANCEL)
+            on_cancel(r, UD_TOKEN(cqe->user_data), cqe->res);
     }
     io_uring_cq_advance(&u->ring, n);
     return n;
@@ -389,13 +427,14 @@ static void set_ud(struct io_uring_sqe *sqe, unsigned type, uint64_t token)
     sqe->user_data = (uint64_t)type << 56 | token;
 }
 
-static bool cancel(struct azc_reactor *r, unsigned type, uint64_t token)
+/* `about`: the connection to be told if the request runs on, or 0. */
+static bool cancel(struct azc_reactor *r, unsigned type, uint64_t token, uint64_t about)
 {
     struct io_uring_sqe *sqe = get_sqe(r);
     if (!sqe)
         return false;
     io_uring_prep_cancel64(sqe, (uint64_t)type << 56 | token, 0);
-    set_ud(sqe, UD_CANCEL, 0);
+    set_ud(sqe, UD_CANCEL, about);
     return true;
 }
 
@@ -439,7 +478,8 @@ static bool send_request(struct conn *c)
     struct req *q = req_new(c, &g);
     if (!q)
         goto later;
-    int flags = MSG_WAITALL | MSG_NOSIGNAL | (g.eor ? MSG_EOR : 0);
+    c->rq_waits = may_wait(c);
+    int flags = MSG_NOSIGNAL | (c->rq_waits ? MSG_WAITALL : MSG_DONTWAIT) | (g.eor ? MSG_EOR : 0);
     if (g.parts == 1 && g.zc)
         io_uring_prep_send_zc(sqe, c->pub.fd, sq->iov->iov_base, sq->iov->iov_len, flags, 0);
     else if (g.parts == 1)
@@ -466,8 +506,9 @@ static bool bring_up(struct conn *c)
 {
     struct azc_reactor *r = c->r;
     struct uring *u = uring_of(r);
-    if (c->cancel_rq && c->rq && !c->cancel_rq_sent) {
-        if (!cancel(r, UD_REQ, c->rq->slot.token))
+    bool blind = c->rq_waits && !may_wait(c);
+    if ((c->cancel_rq || blind) && c->rq && !c->cancel_rq_sent) {
+        if (!cancel(r, UD_REQ, c->rq->slot.token, c->pub.token))
             return false;
         c->cancel_rq_sent = true;
     }
@@ -475,17 +516,22 @@ static bool bring_up(struct conn *c)
         if (!arm(c))
             return false;
     } else if (!c->want_recv && c->armed && !c->cancelling) {
-        if (!cancel(r, UD_CONN, c->pub.token))
+        if (!cancel(r, UD_CONN, c->pub.token, 0))
             return false;
         c->cancelling = true;
     }
     if (c->dq.head)
         dgramq_flush(c);
+    if (c->out_armed && !c->want_out && may_wait(c))
+        cancel(r, UD_OUT, c->pub.token, 0);
     if (c->want_out && !c->out_armed && !u->no_send) {
         struct io_uring_sqe *sqe = get_sqe(r);
         if (!sqe)
             return false;
-        io_uring_prep_poll_add(sqe, c->pub.fd, POLLOUT);
+        if (c->pub.kind == AZC_STREAM)
+            io_uring_prep_poll_multishot(sqe, c->pub.fd, POLLOUT);
+        else
+            io_uring_prep_poll_add(sqe, c->pub.fd, POLLOUT);
         set_ud(sqe, UD_OUT, c->pub.token);
         c->out_armed = true;
         u->inflight++;
@@ -612,11 +658,11 @@ static int uring_quiesce(struct conn *c)
         return -EXDEV; /* cannot happen while detach did its work; never close blindly */
     for (int i = 0; i < 1000 && (c->armed || c->rq || c->out_armed); i++) {
         if (c->out_armed && i % 8 == 0)
-            cancel(r, UD_OUT, c->pub.token);
+            cancel(r, UD_OUT, c->pub.token, 0);
         if (c->armed && (!c->cancelling || i % 8 == 7))
-            c->cancelling = cancel(r, UD_CONN, c->pub.token);
+            c->cancelling = cancel(r, UD_CONN, c->pub.token, 0);
         if (c->rq && (!c->cancel_rq_sent || i % 8 == 7))
-            c->cancel_rq_sent = cancel(r, UD_REQ, c->rq->slot.token);
+            c->cancel_rq_sent = cancel(r, UD_REQ, c->rq->slot.token, 0);
         if (i < 4)
             enter_now(r);
         else

@@ -7,9 +7,13 @@ against the running Python.
     sslproto.SSLProtocol, _SSLProtocolTransport TLS runs over our transport; zc_* on it copies
     constants.*                                 retry delays and log thresholds, TLS timeouts
     transports._FlowControlMixin                high and low water, pause and resume
+    StreamReader._buffer, ._maybe_resume_transport
+                                                read_into takes what is buffered first
+    `context` of _start_serving and others      passed from 3.15 on
 
-On the loop (loop.py overrides): _make_socket_transport, _make_ssl_transport, _start_serving,
-_stop_serving, _process_events, _transports, _ready. On transports (transports/stream.py provides): _sock,
+On the loop (loop.py overrides): _make_socket_transport, _make_ssl_transport, _make_datagram_transport,
+_start_serving, _stop_serving, _accept_connection2 (called), _process_events, _write_to_self,
+_read_from_self, _transports, _ready. On transports (transports/stream.py provides): _sock,
 _sock_fd, _make_empty_waiter, _reset_empty_waiter, _force_close, _start_tls_compatible,
 _sendfile_compatible.
 """
@@ -24,8 +28,11 @@ from typing import Any
 
 __all__ = [
     "FlowControlMixin",
+    "SSLProtocol",
+    "SSLProtocolTransport",
     "attach",
     "constants",
+    "context_keyword",
     "detach",
     "patch_stream_writer",
 ]

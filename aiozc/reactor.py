@@ -36,7 +36,6 @@ _ACCEPT: int = lib.AZC_EV_ACCEPT
 _WRITE: int = lib.AZC_EV_WRITE
 _SENT: int = lib.AZC_EV_SENT
 _RELEASED_OP: int = lib.AZC_EV_RELEASED
-_DATAGRAM: int = lib.AZC_EV_DATAGRAM
 _EVENTS: int = lib.AZC_FIRED_EVENTS
 _POLL: int = lib.AZC_FIRED_POLL
 _WAKE: int = lib.AZC_FIRED_WAKE
@@ -85,6 +84,8 @@ class Reactor:
         self.held: dict[int, Any] = {}
         _incref(self.held)
         self._batch: Iterator[tuple[int, int, int, int]] | None = None
+        self._lingering = False  # azc_linger is to be called again
+        self._linger_step = cfg.zc_linger / 8
         self._events = memoryview(
             ffi.buffer(lib.azc_events(self.native), lib.AZC_EVENTS * _EVENT.size)
         )
@@ -168,13 +169,10 @@ class Reactor:
                 op = self.held.pop(token, None)
                 if op is not None:
                     op._finish()
-            else:
+            else:  # a datagram, or its error
                 transport = conns.get(token)
                 if transport is not None:
-                    if kind == _DATAGRAM:
-                        transport._on_datagram(res, arg * stride)
-                    else:
-                        transport._on_refused(res)
+                    transport._on_datagram(res, arg * stride)
         self._batch = None
 
     # -- connections and operations --
@@ -191,7 +189,19 @@ class Reactor:
         if self.native is None:
             return
         self.conns.pop(conn.token, None)
-        _check(lib.azc_conn_close(conn, -error), "aiozc: a request did not end")
+        pinned = _check(lib.azc_conn_close(conn, -error), "aiozc: a request did not end")
+        if pinned and not self._lingering and not self.loop.is_closed():
+            self._lingering = True
+            self.loop.call_later(self._linger_step, self._look_at_lingering)
+
+    def _look_at_lingering(self) -> None:
+        """Closed connections whose memory is pinned: see zc_linger in Settings."""
+        self._lingering = False
+        if self.native is None:
+            return
+        if lib.azc_linger(self.native, int(self.settings.zc_linger * 1e9)):
+            self._lingering = True
+            self.loop.call_later(self._linger_step, self._look_at_lingering)
 
     def admit(self, conn: Any, native: Any, keep: Any) -> Operation:
         """The Operation for a native one that was just queued."""

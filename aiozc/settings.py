@@ -20,6 +20,8 @@ class Settings:
     zc_low_water: `zc_drain` waits until pinned and unsent bytes together are at most this.
     zc_close_timeout: seconds that `loop.close()` waits for the kernel to release memory. What it has
         not released then is kept for the life of the process.
+    zc_linger: seconds that a closed connection may keep memory pinned without its peer acknowledging a
+        byte. Then it is reset, which frees the memory and destroys what the peer has not read.
     max_request: bytes that one request gathers at most; bounds what it pins.
     ring_entries, cq_entries: sizes of the submission and completion queues.
     """
@@ -32,6 +34,7 @@ class Settings:
     zc_loop_cap: int | None = None
     zc_low_water: int = 256 * 1024
     zc_close_timeout: float = 1.0
+    zc_linger: float = 60.0
     max_request: int = 1024 * 1024
     ring_entries: int = 1024
     cq_entries: int = 8192
@@ -45,8 +48,9 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} is a number of bytes and cannot be {value}")
-        if self.zc_close_timeout < 0:
-            raise ValueError(f"zc_close_timeout is in seconds, and not {self.zc_close_timeout}")
+        for name in ("zc_close_timeout", "zc_linger"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is in seconds and cannot be {getattr(self, name)}")
         if not 4096 <= self.max_request <= 1 << 30:
             raise ValueError("max_request must lie between 4 KiB and 1 GiB")
         for name in ("ring_entries", "cq_entries"):

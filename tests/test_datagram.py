@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -272,6 +274,23 @@ def test_close_sends_what_is_queued_and_abort_does_not_raise(run: Any) -> None:
     run(main())
 
 
+def test_errors_of_what_is_sent_while_closing_are_told_before_the_end(run: Any) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        transport, protocol = await loop.create_datagram_endpoint(
+            Collector, local_addr=("127.0.0.1", 0)
+        )
+        order: list[str] = []
+        protocol.error_received = lambda exc: order.append(type(exc).__name__)  # type: ignore[method-assign]
+        protocol.connection_lost = lambda exc: order.append(f"lost: {exc}")  # type: ignore[method-assign]
+        transport.sendto(bytes(70_000), ("127.0.0.1", 9))  # EMSGSIZE, whoever listens
+        transport.close()
+        await asyncio.sleep(0.1)
+        assert order == ["OSError", "lost: None"]
+
+    run(main())
+
+
 def test_an_exception_in_the_protocol_is_reported_and_the_next_datagram_comes(run: Any) -> None:
     reports: list[dict[str, Any]] = []
 
@@ -307,3 +326,46 @@ def test_thousands_of_round_trips_lose_nothing_when_one_is_in_flight(run: Any) -
         server.close()
 
     run(main())
+
+
+def test_a_forked_child_does_not_send_what_its_parent_has_queued(backend: str) -> None:
+    script = """
+import asyncio, os, socket, sys, aiozc
+loop = aiozc.new_event_loop(backend=sys.argv[1])
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+for sock in (ours, theirs):
+    sock.setblocking(False)
+got = []
+def drain():
+    while True:
+        try:
+            got.append(int(theirs.recv(100)))
+        except BlockingIOError:
+            return
+async def begin():
+    transport, _ = await loop.create_datagram_endpoint(asyncio.DatagramProtocol, sock=ours)
+    for i in range(3000):
+        transport.sendto(b"%d" % i)
+    await asyncio.sleep(0.05)
+    return transport
+async def rest(transport):
+    while transport.get_write_buffer_size():
+        drain()
+        await asyncio.sleep(0.005)
+    drain()
+transport = loop.run_until_complete(begin())
+assert transport.get_write_buffer_size()
+child = os.fork()
+if not child:
+    loop.run_until_complete(asyncio.sleep(0.3))
+    os._exit(0)
+while not os.waitpid(child, os.WNOHANG)[0]:
+    drain()
+assert len(got) < 3000
+loop.run_until_complete(rest(transport))
+assert got == list(range(3000)), (len(got), got[:50])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, backend], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr

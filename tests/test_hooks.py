@@ -118,3 +118,41 @@ def test_stream_writer_gets_the_methods_once_and_keeps_its_own() -> None:
         "assert asyncio.StreamWriter.zc_send is first\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_the_loop_s_own_wake_up_is_the_one_that_is_overridden() -> None:
+    for name in ("_write_to_self", "_read_from_self"):
+        assert callable(getattr(asyncio.SelectorEventLoop, name))
+        assert not inspect.signature(getattr(asyncio.SelectorEventLoop, name)).parameters.keys() - {
+            "self"
+        }
+
+
+def test_datagram_endpoints_are_made_as_asyncio_makes_them() -> None:
+    import aiozc
+
+    ours = inspect.signature(aiozc.EventLoop._make_datagram_transport).parameters
+    theirs = inspect.signature(asyncio.SelectorEventLoop._make_datagram_transport).parameters  # type: ignore[attr-defined]
+    assert list(ours) == list(theirs)
+
+
+def test_a_context_is_passed_where_asyncio_takes_one() -> None:
+    assert hooks.context_keyword("it") == ({"context": "it"} if sys.version_info >= (3, 15) else {})
+    accept = inspect.signature(asyncio.SelectorEventLoop._accept_connection2).parameters  # type: ignore[attr-defined]
+    assert ("context" in accept) == bool(hooks.context_keyword("it"))
+
+
+def test_a_stream_reader_has_the_parts_that_read_into_uses() -> None:
+    async def main() -> None:
+        reader = asyncio.StreamReader()
+        for name in (
+            "_buffer",
+            "_eof",
+            "_exception",
+            "_transport",
+            "_waiter",
+            "_maybe_resume_transport",
+        ):
+            assert hasattr(reader, name), name
+
+    asyncio.run(main())

@@ -934,6 +934,20 @@ def test_abort_drops_what_was_not_sent_and_delivers_what_was(run, family):
     run(main())
 
 
+def test_what_was_written_just_before_abort_was_sent(run, family):
+    # asyncio's write() sends in the call; ours may have left it to the turn's end.
+    async def main():
+        transport, protocol, peer = await connect(family=family)
+        transport.write(b"last ")
+        transport.writelines([b"words"])
+        transport.abort()
+        assert await lost(protocol) is None
+        assert receive_now(peer, 100) == b"last words"
+        peer.close()
+
+    run(main())
+
+
 def test_a_drained_and_then_aborted_connection_delivers_everything(run, family):
     async def main():
         # Room for everything in the two socket buffers together, but not in the peer's alone.
@@ -1482,5 +1496,54 @@ def test_a_cancelled_connect_leaves_no_descriptor_behind(run):
             await limited(connecting, 5)
         for sock in [*fillers, listener]:
             sock.close()
+
+    run(main())
+
+
+# --- contexts -------------------------------------------------------------------------------------
+
+
+def test_what_one_connection_s_factory_sets_no_other_connection_sees(run):
+    variable = contextvars.ContextVar("variable", default="unset")
+    seen = []
+
+    class Protocol(asyncio.Protocol):
+        def connection_made(self, transport):
+            self.transport = transport
+            seen.append(("made", variable.get()))
+
+        def data_received(self, data):
+            seen.append(("data", variable.get()))
+            self.transport.close()
+
+        def connection_lost(self, exc):
+            seen.append(("lost", variable.get()))
+
+    def factory():
+        seen.append(("factory", variable.get()))
+        variable.set(f"connection {sum(what == 'factory' for what, _ in seen)}")
+        return Protocol()
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        variable.set("server")
+        server = await loop.create_server(factory, "127.0.0.1", 0)
+        variable.set("later")
+        for number in (1, 2):
+            with socket.create_connection(server.sockets[0].getsockname()) as peer:
+                peer.sendall(b"x")
+                await eventually(lambda n=number: len(seen) == 4 * n, what="connection_lost")
+        server.close()
+        await server.wait_closed()
+        assert seen == [
+            (what, value)
+            for number in (1, 2)
+            for what, value in (
+                ("factory", "server"),
+                ("made", f"connection {number}"),
+                ("data", f"connection {number}"),
+                ("lost", f"connection {number}"),
+            )
+        ]
 
     run(main())

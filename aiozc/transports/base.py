@@ -45,6 +45,7 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
     """asyncio.Transport on a native connection."""
 
     _kind: int
+    _errors_are_events = False  # connection_lost must not come ahead of them
     _sock: socket.socket | None = None
     _loop: Any
 
@@ -180,7 +181,7 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         self._closing = True
         self._stopped()
         self._receive(False)
-        if self._conn.unsent or self._protocol_paused:
+        if self._conn.unsent or self._protocol_paused or self._errors_are_events:
             # A paused protocol may write once more when it is resumed: TLS keeps its last records.
             notify(self._conn, lib.AZC_NOTIFY_DRAINED)
         else:

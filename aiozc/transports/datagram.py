@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import hooks
 from .._reactor_c import ffi, lib
-from .base import NativeTransport, notify, os_error
+from .base import NativeTransport, os_error
 
 if TYPE_CHECKING:
     from ..loop import EventLoop
@@ -35,6 +35,7 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
     """asyncio.DatagramTransport over a datagram socket."""
 
     _kind = lib.AZC_DATAGRAM
+    _errors_are_events = True
 
     def __init__(
         self,
@@ -81,9 +82,6 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
                 }
             )
 
-    def _on_refused(self, res: int) -> None:
-        self._on_datagram(res, 0)
-
     def _learn(self, name: bytes) -> Any:
         """The address that socket.recvfrom would give for a sockaddr."""
         if len(name) < _FAMILY.size:
@@ -108,14 +106,6 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
             self._addresses.clear()
         self._addresses[name] = address
         return address
-
-    def close(self) -> None:
-        """As the stream's, but never ahead of the send errors that wait as events."""
-        if self._closing:
-            return
-        self._closing = True
-        self._receive(False)
-        notify(self._conn, lib.AZC_NOTIFY_DRAINED)
 
     # -- sending --
 

@@ -94,12 +94,8 @@ class Listener:
             return
         error = OSError(-res, os.strerror(-res))
         about = {"exception": error, "socket": trsock.TransportSocket(self._sock)}
-        if -res in _NO_RESOURCE:
-            self._loop.call_exception_handler(
-                {"message": "socket.accept() out of system resource", **about}
-            )
-        else:
-            self._loop.call_exception_handler({"message": "socket.accept() failed", **about})
+        what = "out of system resource" if -res in _NO_RESOURCE else "failed"
+        self._loop.call_exception_handler({"message": f"socket.accept() {what}", **about})
         self._timer = self._loop.call_later(hooks.constants.ACCEPT_RETRY_DELAY, self.start)
 
     def _accepted(self, fd: int, context: contextvars.Context) -> None:

@@ -38,7 +38,9 @@ static struct conn *connection(azc_reactor *r)
     CHECK(pub);
     pub->zc_ok = 1;
     pub->zc_threshold = 0;
-    return (struct conn *)((char *)pub - offsetof(struct conn, pub));
+    struct conn *c = (struct conn *)((char *)pub - offsetof(struct conn, pub));
+    c->want_recv = true;
+    return c;
 }
 
 static struct req *issue(struct conn *c)
@@ -234,6 +236,48 @@ static void a_path_that_copies_is_left_and_probed_again(void)
     CHECK(c->pub.path == AZC_PATH_ZC);
 }
 
+static void tiny_parts_are_copied_unless_zero_copy_is_forced(void)
+{
+    azc_reactor *r = make(1 << 20);
+    struct conn *c = connection(r);
+    azc_iov parts[100];
+    for (int i = 0; i < 100; i++)
+        parts[i] = (azc_iov){memory, ZC_PART_MIN - 1};
+    for (uint64_t threshold = 0; threshold < 2; threshold++) {
+        c->pub.zc_threshold = threshold;
+        CHECK(azc_submit(&c->pub, parts, 100));
+        struct req *q = issue(c);
+        CHECK(q->zc == !threshold);
+        req_first(q, (int32_t)q->bytes, false);
+    }
+    for (int i = 0; i < 100; i++)
+        parts[i].len = ZC_PART_MIN;
+    CHECK(azc_submit(&c->pub, parts, 100));
+    struct req *q = issue(c);
+    CHECK(q->zc);
+    req_first(q, (int32_t)q->bytes, false);
+}
+
+static void a_request_that_may_not_wait_is_small_where_it_pins(void)
+{
+    azc_reactor *r = make(1 << 20);
+    struct conn *c = connection(r);
+    for (int half_closed = 0; half_closed < 2; half_closed++) {
+        c->want_recv = half_closed;
+        c->half_closed = half_closed;
+        azc_submit_one(&c->pub, memory, 1 << 20);
+        while (c->q.count) {
+            struct req *q = issue(c);
+            CHECK(q->zc && q->bytes == EOR_BYTES && c->last_eor);
+            req_first(q, (int32_t)q->bytes, false);
+        }
+        CHECK(sendq_push(c, memory, 1 << 20, op_new(r, OP_REF, 1 << 20)) == 0);
+        struct req *q = issue(c);
+        CHECK(!q->zc && q->bytes == 1 << 20);
+        req_first(q, (int32_t)q->bytes, false);
+    }
+}
+
 static void one_unsent_request_a_socket(void)
 {
     azc_reactor *r = make(1000);
@@ -297,6 +341,8 @@ int main(void)
     withdraw_only_what_was_never_issued();
     small_writes_become_one_part_but_never_within_a_request();
     a_path_that_copies_is_left_and_probed_again();
+    tiny_parts_are_copied_unless_zero_copy_is_forced();
+    a_request_that_may_not_wait_is_small_where_it_pins();
     one_unsent_request_a_socket();
     end_of_record_each_64_kib();
     tokens_of_freed_slots_are_stale();
