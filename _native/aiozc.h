@@ -178,9 +178,11 @@ typedef struct azc_config {
     uint32_t cq_entries;
     uint32_t recv_buffers; /* a power of two */
     uint32_t zerocopy;     /* 0: everything goes by copying */
+    uint32_t adaptive;
     uint32_t max_parts;
     uint64_t max_request; /* bytes: bounds what one request pins */
     uint64_t zc_threshold;
+    uint64_t zc_low_water;
     uint64_t zc_transport_cap;
     uint64_t zc_loop_cap;
 } azc_config;

@@ -23,6 +23,9 @@
 #define COPY_BACKLOG (256u << 10)
 /* Plain bytes queued in one turn are sent at once from here on, as uvloop does at high water. */
 #define SEND_NOW (64u << 10)
+/* asyncio's limits of a write buffer, where nobody set others. */
+#define HIGH_WATER (64u << 10)
+#define LOW_WATER (16u << 10)
 /* A zero-copy stack is closed by MSG_EOR each so many bytes, else notifications starve. */
 #define EOR_BYTES (64u << 10)
 /* Parts smaller than this on average are copied: each is charged a page at the receiver, whose

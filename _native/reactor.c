@@ -350,7 +350,10 @@ azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind, int family)
     c->pub.token = c->slot.token;
     c->pub.fd = fd;
     c->pub.kind = (uint8_t)kind;
-    c->pub.high = c->pub.low = SEND_NOW;
+    c->pub.high = HIGH_WATER;
+    c->pub.low = LOW_WATER;
+    c->pub.zc_low = r->cfg.zc_low_water;
+    c->pub.adaptive = r->cfg.adaptive != 0;
     c->pub.zc_threshold = r->cfg.zc_threshold;
     c->pub.zc_cap = r->cfg.zc_transport_cap;
     c->dq.recv_msg.msg_namelen = AZC_NAME_MAX;

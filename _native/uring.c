@@ -55,7 +55,10 @@
 #define UD_TOKEN(ud) ((ud) & (((uint64_t)1 << 56) - 1))
 
 #define ORPHAN_POLL_NS 10000000
-#define FOREVER_NS (86400 * (int64_t)1000000000)
+/* Receive buffers that the kernel has at least; the number doubles when they do not suffice, and is
+ * looked at after so many harvests. */
+#define GIVEN_MIN 8
+#define GIVEN_WINDOW 1024
 
 struct uring {
     struct io_uring ring;
@@ -65,6 +68,10 @@ struct uring {
     uint32_t inflight; /* completions owed, notifications not counted */
     uint32_t orphans;
     bool no_send;
+    /* Receive buffers that the kernel does not have, last in first out; how many it has; how many
+     * it should have, and the most that one harvest took since that was looked at. */
+    uint16_t *spare;
+    uint32_t n_spare, given, wanted, peak, harvests;
 };
 
 static struct uring *uring_of(struct azc_reactor *r)
@@ -99,6 +106,9 @@ static int ring_init(struct azc_reactor *r, struct uring *u)
 
 static int buf_ring_init(struct azc_reactor *r, struct uring *u)
 {
+    u->spare = calloc(r->n_bufs, sizeof *u->spare);
+    if (!u->spare)
+        return -ENOMEM;
     u->br_bytes = r->n_bufs * sizeof(struct io_uring_buf);
     u->br = mmap(NULL, u->br_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (u->br == MAP_FAILED)
@@ -119,13 +129,42 @@ static int buf_ring_init(struct azc_reactor *r, struct uring *u)
     for (uint32_t i = 0; i < r->n_out; i++)
         if (holds_buffer(&r->out[i]))
             bits[r->out[i].arg / 8] |= (uint8_t)(1 << r->out[i].arg % 8);
-    int mask = io_uring_buf_ring_mask(r->n_bufs), added = 0;
-    for (uint32_t i = 0; i < r->n_bufs; i++)
+    for (uint32_t i = r->n_bufs; i-- > 0;)
         if (!(bits[i / 8] >> i % 8 & 1))
-            io_uring_buf_ring_add(u->br, r->bufs + i * r->buf_stride, (unsigned)r->buf_size,
-                                  (unsigned short)i, mask, added++);
-    io_uring_buf_ring_advance(u->br, added);
+            u->spare[u->n_spare++] = (uint16_t)i;
+    u->wanted = GIVEN_MIN;
     return 0;
+}
+
+/* The kernel takes buffers in the order in which it was given them. So it is given no more than are
+ * used, and those that were used last: they lie in the cache. */
+static void give_buffers(struct azc_reactor *r)
+{
+    struct uring *u = uring_of(r);
+    int mask = io_uring_buf_ring_mask(r->n_bufs), added = 0;
+    while (u->given < u->wanted && u->n_spare) {
+        uint16_t i = u->spare[--u->n_spare];
+        io_uring_buf_ring_add(u->br, r->bufs + i * r->buf_stride, (unsigned)r->buf_size, i, mask,
+                              added++);
+        u->given++;
+    }
+    if (added)
+        io_uring_buf_ring_advance(u->br, added);
+}
+
+static void adjust_buffers(struct azc_reactor *r, uint32_t taken, bool refused)
+{
+    struct uring *u = uring_of(r);
+    u->given -= taken;
+    if (taken > u->peak)
+        u->peak = taken;
+    if (refused && u->wanted < r->n_bufs)
+        u->wanted *= 2;
+    if (++u->harvests < GIVEN_WINDOW)
+        return;
+    if (u->peak * 2 < u->wanted)
+        u->wanted = u->peak * 2 > GIVEN_MIN ? u->peak * 2 : GIVEN_MIN;
+    u->harvests = u->peak = 0;
 }
 
 static void uring_recycle(struct azc_reactor *r, uint16_t buffer)
@@ -133,9 +172,7 @@ static void uring_recycle(struct azc_reactor *r, uint16_t buffer)
     struct uring *u = uring_of(r);
     if (!u)
         return; /* the next ring is given all buffers that no event names */
-    io_uring_buf_ring_add(u->br, r->bufs + buffer * r->buf_stride, (unsigned)r->buf_size, buffer,
-                          io_uring_buf_ring_mask(r->n_bufs), 0);
-    io_uring_buf_ring_advance(u->br, 1);
+    u->spare[u->n_spare++] = buffer;
 }
 
 static void uring_destroy(struct azc_reactor *r)
@@ -147,6 +184,7 @@ static void uring_destroy(struct azc_reactor *r)
         io_uring_queue_exit(&u->ring);
         munmap(u->br, u->br_bytes);
     }
+    free(u->spare);
     free(u);
     r->be_data = NULL;
 }
@@ -227,6 +265,7 @@ static int uring_attach(struct azc_reactor *r)
     rc = buf_ring_init(r, u);
     if (rc < 0) {
         io_uring_queue_exit(&u->ring);
+        free(u->spare);
         free(u);
         return rc;
     }
@@ -248,12 +287,15 @@ static int enter_now(struct azc_reactor *r)
     return io_uring_submit_and_get_events(&uring_of(r)->ring);
 }
 
-/* Submit, and sleep until one completion or the time is over (< 0: no limit). */
+/* Submit, and sleep until one completion or the time is over (< 0: no limit, and no timer to set).
+ */
 static int enter_wait(struct azc_reactor *r, int64_t ns)
 {
-    struct __kernel_timespec ts = timespec_of(ns < 0 ? FOREVER_NS : ns);
+    struct __kernel_timespec ts = timespec_of(ns);
     struct io_uring_cqe *cqe;
     r->stats.enters++;
+    if (ns < 0)
+        return io_uring_submit_and_wait(&uring_of(r)->ring, 1);
     return io_uring_submit_and_wait_timeout(&uring_of(r)->ring, &cqe, 1, &ts, NULL);
 }
 
@@ -402,11 +444,15 @@ static unsigned harvest(struct azc_reactor *r)
     struct uring *u = uring_of(r);
     struct io_uring_cqe *cqe;
     unsigned head, n = 0;
+    uint32_t taken = 0;
+    uint64_t refused = r->stats.enobufs;
     if (sq_flags(u) & IORING_SQ_CQ_OVERFLOW)
         r->stats.cq_overflows++;
     io_uring_for_each_cqe(&u->ring, head, cqe)
     {
         n++;
+        if (cqe->flags & IORING_CQE_F_BUFFER)
+            taken++;
         if (UD_TYPE(cqe->user_data) == UD_CONN)
             on_conn(r, UD_TOKEN(cqe->user_data), cqe->res, cqe->flags);
         else if (UD_TYPE(cqe->user_data) == UD_REQ)
@@ -417,6 +463,7 @@ static unsigned harvest(struct azc_reactor *r)
             on_cancel(r, UD_TOKEN(cqe->user_data), cqe->res);
     }
     io_uring_cq_advance(&u->ring, n);
+    adjust_buffers(r, taken, r->stats.enobufs != refused);
     return n;
 }
 
@@ -541,6 +588,7 @@ static bool bring_up(struct conn *c)
 
 static void flush(struct azc_reactor *r)
 {
+    give_buffers(r);
     struct conn *c = r->dirty, *next;
     r->dirty = NULL;
     for (; c; c = next) {

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .settings import Settings
 
 _EVENT = struct.Struct("=QiHH")
+_EVENT_SIZE = _EVENT.size
 _RECV: int = lib.AZC_EV_RECV
 _ACCEPT: int = lib.AZC_EV_ACCEPT
 _WRITE: int = lib.AZC_EV_WRITE
@@ -40,7 +41,7 @@ _EVENTS: int = lib.AZC_FIRED_EVENTS
 _POLL: int = lib.AZC_FIRED_POLL
 _WAKE: int = lib.AZC_FIRED_WAKE
 _RELEASED: int = lib.AZC_FIRED_RELEASED
-_MAX_SELECT = 24 * 3600.0
+MAX_WAIT = 24 * 3600.0  # seconds
 _wait = lib.azc_wait
 
 _incref = ctypes.pythonapi.Py_IncRef
@@ -69,6 +70,8 @@ class Reactor:
         native.cq_entries = cfg.cq_entries
         native.max_request = cfg.max_request
         native.zc_threshold = cfg.zc_threshold
+        native.zc_low_water = cfg.zc_low_water
+        native.adaptive = cfg.adaptive
         native.zc_loop_cap = loop_cap if cfg.zc_loop_cap is None else cfg.zc_loop_cap
         native.zc_transport_cap = (
             transport_cap if cfg.zc_transport_cap is None else cfg.zc_transport_cap
@@ -81,6 +84,9 @@ class Reactor:
         self.settings = cfg
         self.capabilities = can
         self.conns: dict[int, Any] = {}
+        self.listeners: dict[int, Any] = {}  # by descriptor
+        self.handle: Any = None  # runs `dispatch`; made once by the loop
+        self.woken = False  # there is a byte in the loop's wake-up socket
         self.held: dict[int, Any] = {}
         _incref(self.held)
         self._batch: Iterator[tuple[int, int, int, int]] | None = None
@@ -117,7 +123,7 @@ class Reactor:
             self._drop_released()
         n = rc & _EVENTS
         if n:
-            self._batch = _EVENT.iter_unpack(self._events[: n * _EVENT.size])
+            self._batch = _EVENT.iter_unpack(self._events[: n * _EVENT_SIZE])
         return rc
 
     def _drop_released(self) -> None:
@@ -126,22 +132,27 @@ class Reactor:
             for token in ffi.unpack(tokens, n):
                 held.pop(token, None)
 
+    def run(self, n: int) -> None:
+        """azc_wait answered n events and nothing else: run their callbacks now."""
+        self._batch = _EVENT.iter_unpack(self._events[: n * _EVENT_SIZE])
+        self.dispatch()
+
     def dispatch(self) -> None:
         """Run the callbacks of the batch. Only SystemExit and KeyboardInterrupt leave it."""
-        batch = self._batch
-        if batch is None:
+        if self._batch is None:
             return
-        conns, memory, stride = self.conns, self.memory, self.stride
-        for token, res, kind, arg in batch:
+        conns = self.conns
+        for token, res, kind, arg in self._batch:
             if kind == _RECV:
                 transport = conns.get(token)
                 if transport is None:
                     continue
                 if res > 0 and transport._fast:
-                    start = arg * stride
+                    start = arg * self.stride
                     try:
                         transport._run(
-                            transport._protocol.data_received, bytes(memory[start : start + res])
+                            transport._protocol.data_received,
+                            self.memory[start : start + res].tobytes(),
                         )
                     except (SystemExit, KeyboardInterrupt):
                         raise
@@ -150,7 +161,7 @@ class Reactor:
                             exc, "Fatal error: protocol.data_received() call failed."
                         )
                 else:
-                    transport._on_recv(res, arg * stride)
+                    transport._on_recv(res, arg * self.stride)
             elif kind == _WRITE:
                 transport = conns.get(token)
                 if transport is not None:
@@ -172,7 +183,7 @@ class Reactor:
             else:  # a datagram, or its error
                 transport = conns.get(token)
                 if transport is not None:
-                    transport._on_datagram(res, arg * stride)
+                    transport._on_datagram(res, arg * self.stride)
         self._batch = None
 
     # -- connections and operations --
@@ -324,8 +335,12 @@ class ReactorSelector(selectors.BaseSelector):
         elif timeout <= 0:
             fired = _wait(reactor.native, 0)
         else:
-            fired = _wait(reactor.native, int(min(timeout, _MAX_SELECT) * 1e9) + 1)
-        if not fired or not (fired := reactor.take(fired)) & (_POLL | _WAKE):
+            fired = _wait(reactor.native, int(min(timeout, MAX_WAIT) * 1e9) + 1)
+        return self.finish(fired) if fired else []
+
+    def finish(self, fired: int) -> list[tuple[selectors.SelectorKey, int]]:
+        """What azc_wait answered: which descriptors are ready; a batch of events is put by."""
+        if not (fired := self._reactor.take(fired)) & (_POLL | _WAKE):
             return []
         ready: list[tuple[selectors.SelectorKey, int]] = []
         if fired & _WAKE and self._wake is not None:

@@ -483,3 +483,42 @@ def test_operations_that_are_not_read_by_anyone_still_release(run, forced_loop_f
         peer.close()
 
     run(main(), forced_loop_factory)
+
+
+# --- receive buffers ---------------------------------------------------------------------------------
+
+
+def test_the_kernel_is_given_as_many_buffers_as_a_turn_uses(run, backend):
+    # Fails when: the number given never grows (every turn refuses most of the connections).
+    async def main():
+        ends = [await connect() for _ in range(60)]
+        refused = []
+        for _ in range(30):
+            before = stats().enobufs
+            for _, _, peer in ends:
+                peer.sendall(b"x" * 100)
+            wanted = 100 + len(ends[0][1].data)
+            await eventually(lambda n=wanted: all(len(p.data) == n for _, p, _ in ends))
+            refused.append(stats().enobufs - before)
+        assert sum(refused[10:]) == 0, refused
+        if backend == "uring":
+            assert sum(refused) > 0  # it began with fewer than 60
+        for transport, _, peer in ends:
+            transport.close()
+            peer.close()
+
+    run(main())
+
+
+def test_more_connections_than_buffers_send_at_once_and_lose_nothing(run):
+    async def main():
+        ends = [await connect() for _ in range(300)]
+        for index, (_, _, peer) in enumerate(ends):
+            peer.sendall(pattern(index, 3000))
+        await eventually(lambda: all(len(p.data) == 3000 for _, p, _ in ends))
+        for index, (transport, protocol, peer) in enumerate(ends):
+            assert protocol.data == pattern(index, 3000)
+            transport.close()
+            peer.close()
+
+    run(main())

@@ -17,6 +17,7 @@ import socket
 import warnings
 from asyncio import futures, trsock
 from asyncio.log import logger
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .. import hooks
@@ -33,6 +34,13 @@ def os_error(res: int) -> OSError:
     return OSError(-res, os.strerror(-res))
 
 
+def _name(ask: Callable[[], Any]) -> Any:
+    try:
+        return ask()
+    except OSError:
+        return None
+
+
 class _Gone:
     """Stands for the native connection once that is closed: nothing unsent, nothing asked."""
 
@@ -46,8 +54,17 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
 
     _kind: int
     _errors_are_events = False  # connection_lost must not come ahead of them
+    # What most connections never change is kept here once, not in each of them.
     _sock: socket.socket | None = None
     _loop: Any
+    _protocol: Any = None
+    _protocol_connected = False
+    _protocol_paused = False
+    _high_water, _low_water = hooks.HIGH_WATER, hooks.LOW_WATER  # the native side's defaults, too
+    _conn_lost = 0  # as asyncio's: connection_lost is scheduled, or writes after it
+    _closing = False
+    _paused = False
+    _started = False  # connection_made was called
 
     def __init__(
         self,
@@ -59,34 +76,35 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         server: Any,
         family: int,
         context: contextvars.Context | None = None,
+        at_once: bool = False,
     ) -> None:
+        """at_once: the caller calls `_begin` itself, in `context`; else a callback does."""
+        # Not through asyncio's __init__: that sets what the class has above, and costs a third of this.
         fd = self._sock_fd = sock.fileno()
-        self._reactor = loop._reactor
-        self._conn: Any = self._reactor.open(fd, self._kind, self, family)
-        super().__init__(extra, loop)  # type: ignore[call-arg]
-        self._extra["socket"] = trsock.TransportSocket(sock)
-        for name, ask in (("sockname", sock.getsockname), ("peername", sock.getpeername)):
-            if name == "peername" and name in self._extra:
-                continue
-            try:
-                self._extra[name] = ask()
-            except OSError:
-                self._extra[name] = None
+        self._loop = loop
+        self._reactor = reactor = loop._reactor
+        self._conn: Any = reactor.open(fd, self._kind, self, family)
+        if extra is None:
+            extra = {}
+        self._extra = extra
+        extra["socket"] = trsock.TransportSocket(sock)
+        # An accepted connection brings them: listener.py.
+        if "sockname" not in extra:
+            extra["sockname"] = _name(sock.getsockname)
+        if "peername" not in extra:
+            extra["peername"] = _name(sock.getpeername)
         self._sock = sock
         self._server = server
-        self._conn_lost = 0  # as asyncio's: connection_lost is scheduled, or writes after it
-        self._closing = False
-        self._paused = False
-        self._started = False  # connection_made was called
-        self._protocol_connected = False
-        self._protocol: Any = None
+        self._open = True  # write() may queue: nothing of what forbids it happened
         # As CPython from 3.15 on, and uvloop: what the loop calls of a protocol runs in one context.
         self._context = contextvars.copy_context() if context is None else context
         self._run = self._context.run
         self.set_protocol(protocol)
         if server is not None:
             hooks.attach(server, self)
-        loop._transports[fd] = self  # type: ignore[attr-defined]
+        loop._transports[fd] = self
+        if at_once:
+            return
         loop.call_soon(self._begin, context=self._context)
         if waiter is not None:
             loop.call_soon(futures._set_result_unless_cancelled, waiter, None)  # type: ignore[attr-defined]
@@ -169,7 +187,7 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
 
     def _drained(self) -> None:
         if self._closing:
-            self._conn_lost += 1
+            self._lose()
             self._call_connection_lost(None)
 
     # -- closing --
@@ -185,8 +203,12 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
             # A paused protocol may write once more when it is resumed: TLS keeps its last records.
             notify(self._conn, lib.AZC_NOTIFY_DRAINED)
         else:
-            self._conn_lost += 1
+            self._lose()
             self._loop.call_soon(self._call_connection_lost, None, context=self._context)
+
+    def _lose(self) -> None:
+        self._conn_lost += 1
+        self._open = False
 
     def _stopped(self) -> None:
         """Nothing more is delivered to the protocol."""
@@ -219,14 +241,20 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         lib.azc_conn_abort(self._conn, -error)
         self._closing = True
         self._stopped()
-        self._conn_lost += 1
+        self._lose()
         self._loop.call_soon(self._call_connection_lost, exc, context=self._context)
 
     def _loop_closed(self) -> None:
         """The loop ends with this transport open: as asyncio does, leave the socket to __del__."""
         conn, self._conn = self._conn, _Gone()
-        self._conn_lost += 1
+        self._lose()
         self._reactor.close_conn(conn, errno.ECONNABORTED)
+        self._unlist()
+
+    def _unlist(self) -> None:
+        transports = self._loop._transports
+        if transports.get(self._sock_fd) is self:  # asyncio's sendfile takes it out, too
+            del transports[self._sock_fd]
 
     def _call_connection_lost(self, exc: BaseException | None) -> None:
         try:
@@ -235,6 +263,7 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         finally:
             conn, self._conn = self._conn, _Gone()
             self._reactor.close_conn(conn, errno.ECONNABORTED)
+            self._unlist()
             sock, self._sock = self._sock, None
             if sock is not None:
                 sock.close()

@@ -7,7 +7,6 @@ the socket is, so that it can be bound again at once.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import errno
 import os
@@ -26,8 +25,35 @@ if TYPE_CHECKING:
 _NO_RESOURCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
+_TRANSPARENT = {socket.AF_INET: (socket.SOL_IP, 19), socket.AF_INET6: (socket.IPPROTO_IPV6, 75)}
+
+
+def _sockname(sock: socket.socket) -> dict[str, Any]:
+    """`sockname` of what is accepted here, where every connection has the listener's: bound to one
+    address, and not for other hosts' addresses (IP_TRANSPARENT). Else nothing."""
+    try:
+        name = sock.getsockname()
+        if sock.family == socket.AF_UNIX:
+            return {"sockname": name}
+        if sock.family not in _TRANSPARENT or name[0] in ("0.0.0.0", "::"):
+            return {}
+        return {} if sock.getsockopt(*_TRANSPARENT[sock.family]) else {"sockname": name}
+    except OSError:
+        return {}
+
+
 class Listener:
-    __slots__ = ("_args", "_conn", "_context", "_factory", "_kind", "_loop", "_sock", "_timer")
+    __slots__ = (
+        "_args",
+        "_conn",
+        "_context",
+        "_extra",
+        "_factory",
+        "_kind",
+        "_loop",
+        "_sock",
+        "_timer",
+    )
 
     def __init__(
         self,
@@ -43,6 +69,7 @@ class Listener:
         self._args = args  # sslcontext, server, backlog, ssl timeouts: as asyncio passes them
         self._kind = (int(sock.family), int(sock.type), sock.proto)
         self._timer: Any = None
+        self._extra = _sockname(sock)
         # Each connection is served in a copy: what a protocol factory sets is that connection's.
         self._context = contextvars.copy_context() if context is None else context
         self._conn: Any = loop._reactor.open(sock.fileno(), lib.AZC_LISTEN, self)
@@ -61,7 +88,9 @@ class Listener:
     ) -> None:
         try:
             protocol = self._factory()
-            StreamTransport(self._loop, sock, protocol, None, extra, server, self._kind[0], context)
+            transport = StreamTransport(
+                self._loop, sock, protocol, None, extra, server, self._kind[0], context, True
+            )
         except (SystemExit, KeyboardInterrupt):
             sock.close()
             raise
@@ -74,6 +103,22 @@ class Listener:
                         "exception": exc,
                     }
                 )
+            return
+        try:
+            transport._begin()
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except (
+            BaseException
+        ) as exc:  # reported as an error in a callback is, and data comes all the same
+            self._loop.call_exception_handler(
+                {
+                    "message": "Exception in callback connection_made()",
+                    "exception": exc,
+                    "transport": transport,
+                    "protocol": protocol,
+                }
+            )
 
     def close(self) -> None:
         """Nothing is accepted afterwards. Idempotent; the socket is the caller's to close."""
@@ -82,7 +127,7 @@ class Listener:
         conn, self._conn = self._conn, None
         if self._timer is not None:
             self._timer.cancel()
-        self._loop._listeners.pop(self._sock.fileno(), None)
+        self._loop._reactor.listeners.pop(self._sock.fileno(), None)
         self._loop._reactor.close_conn(conn, errno.ECONNABORTED)
 
     _loop_closed = close
@@ -101,9 +146,11 @@ class Listener:
     def _accepted(self, fd: int, context: contextvars.Context) -> None:
         family, kind, proto = self._kind
         sock = socket.socket(family, kind, proto, fileno=fd)
-        extra: dict[str, Any] = {}
-        with contextlib.suppress(OSError):  # gone again: its transport will say so
+        extra = self._extra.copy()
+        try:
             extra["peername"] = sock.getpeername()
+        except OSError:  # gone again: its transport will say so
+            extra["peername"] = None
         sslcontext, server, _backlog, *timeouts = self._args
         if sslcontext is None:
             # Nothing to wait for: no task, and a burst has its transports within the turn.

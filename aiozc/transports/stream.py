@@ -88,6 +88,14 @@ class StreamTransport(NativeTransport):
     _kind = lib.AZC_STREAM
     _start_tls_compatible = True
     _read_ready_cb = None  # test_ssl of CPython 3.14 and 3.15 asks for it
+    _eof = False  # write_eof was called
+    _eof_seen = False
+    _sink: Sink | None = None
+    # Made when first needed.
+    _held: collections.deque[bytes | OSError] | tuple[()] = ()
+    _marks: collections.deque[tuple[int, Operation]] | tuple[()] = ()
+    _zc_waiters: list[asyncio.Future[None]] | tuple[()] = ()
+    _empty_waiter: asyncio.Future[None] | None = None
     _sendfile_compatible = hooks.constants._SendfileMode.TRY_NATIVE
 
     def __init__(
@@ -100,20 +108,11 @@ class StreamTransport(NativeTransport):
         server: Any = None,
         family: int | None = None,
         context: contextvars.Context | None = None,
+        at_once: bool = False,
     ) -> None:
-        self._eof = False
-        self._eof_seen = False
-        self._fast = False
-        self._sink: Sink | None = None
-        self._held: collections.deque[bytes | OSError] = collections.deque()
-        self._empty_waiter: asyncio.Future[None] | None = None
-        self._zc_waiters: list[asyncio.Future[None]] = []
-        self._marks: collections.deque[tuple[int, Operation]] = collections.deque()
         if family is None:
             family = int(sock.family)
-        super().__init__(loop, sock, protocol, waiter, extra, server, family, context)
-        self._conn.zc_low = loop._settings.zc_low_water
-        self._conn.adaptive = loop._settings.adaptive
+        super().__init__(loop, sock, protocol, waiter, extra, server, family, context, at_once)
 
     # -- protocol and information --
 
@@ -190,9 +189,9 @@ class StreamTransport(NativeTransport):
         view = self._reactor.memory[start : start + res] if res > 0 else None
         if self._paused or self._held:
             if view is not None:
-                self._held.append(bytes(view))
+                self._holding().append(bytes(view))
             else:
-                self._held.append(b"" if res == 0 else os_error(res))
+                self._holding().append(b"" if res == 0 else os_error(res))
         elif view is not None:
             self._run(self._deliver, view)
         else:
@@ -227,7 +226,7 @@ class StreamTransport(NativeTransport):
             if self._closing:
                 return
             if self._paused:
-                self._held.appendleft(bytes(view))
+                self._holding().appendleft(bytes(view))
                 return
             try:
                 if not self._buffered:
@@ -257,8 +256,13 @@ class StreamTransport(NativeTransport):
     def _hold_rest(self, view: memoryview) -> None:
         if not self._held:
             self._loop.call_soon(self._deliver_held)
-        self._held.appendleft(bytes(view))
+        self._holding().appendleft(bytes(view))
         self._review()
+
+    def _holding(self) -> collections.deque[bytes | OSError]:
+        if not self._held:
+            self._held = collections.deque()
+        return self._held
 
     def _end_of_data(self, error: OSError | None) -> None:
         if error is not None:
@@ -281,6 +285,10 @@ class StreamTransport(NativeTransport):
     # -- sending --
 
     def write(self, data: Any) -> None:
+        if type(data) is bytes and self._open:  # what nearly every call is
+            if _write(self._conn, data, len(data), True):
+                self._look(data)
+            return
         if type(data) is bytes:
             kept: Any = data
             by_reference = True
@@ -345,6 +353,7 @@ class StreamTransport(NativeTransport):
         if self._closing or self._eof:
             return
         self._eof = True
+        self._open = False
         if self._conn.unsent:
             notify(self._conn, lib.AZC_NOTIFY_DRAINED)
         else:
@@ -384,6 +393,7 @@ class StreamTransport(NativeTransport):
         if self._empty_waiter is not None:
             raise RuntimeError("Empty waiter is already set")
         self._empty_waiter = self._loop.create_future()
+        self._open = False
         if self._conn.unsent:
             notify(self._conn, lib.AZC_NOTIFY_DRAINED)
         else:
@@ -392,6 +402,7 @@ class StreamTransport(NativeTransport):
 
     def _reset_empty_waiter(self) -> None:
         self._empty_waiter = None
+        self._open = not self._eof and not self._conn_lost
 
     # -- zero-copy --
 
@@ -439,6 +450,8 @@ class StreamTransport(NativeTransport):
 
     def _settle_when_sent(self, op: Operation) -> None:
         """`op` (made by Operation.copied) ends when everything queued until now was accepted."""
+        if not self._marks:
+            self._marks = collections.deque()
         self._marks.append((self._conn.queued_pos, op))
         self._pass_marks()
 
@@ -457,12 +470,12 @@ class StreamTransport(NativeTransport):
         if conn.unsent + conn.pinned <= conn.zc_low:
             return
         waiter = self._loop.create_future()
-        self._zc_waiters.append(waiter)
+        self._zc_waiters = [*self._zc_waiters, waiter]
         notify(conn, lib.AZC_NOTIFY_ZC_LOW)
         await waiter
 
     def _wake_zc_waiters(self, error: BaseException | None) -> None:
-        waiters, self._zc_waiters = self._zc_waiters, []
+        waiters, self._zc_waiters = self._zc_waiters, ()
         for waiter in waiters:
             if waiter.done():
                 continue
@@ -486,8 +499,8 @@ class StreamTransport(NativeTransport):
         self._force_close(None)
 
     def _stopped(self) -> None:
-        self._held.clear()
-        self._review()
+        self._held = ()
+        self._fast = False
 
     def _release_sink(self) -> None:
         if self._sink is not None:
@@ -495,7 +508,8 @@ class StreamTransport(NativeTransport):
 
     def _ended(self) -> None:
         self._release_sink()
-        self._wake_zc_waiters(ConnectionResetError("Connection lost"))
+        if self._zc_waiters:
+            self._wake_zc_waiters(ConnectionResetError("Connection lost"))
         while self._marks:
             self._marks.popleft()[1]._settle(errno.ECONNRESET)
         if self._empty_waiter is not None and not self._empty_waiter.done():
