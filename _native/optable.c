@@ -44,10 +44,9 @@ azc_op *op_new(struct azc_reactor *r, enum op_kind kind, uint64_t nbytes)
     return &o->pub;
 }
 
+/* Its slot is free. `operations_live` was counted down when it ended, before anybody is told. */
 void op_forget(struct azc_reactor *r, azc_op *op)
 {
-    if (op->kind == OP_USER)
-        r->stats.operations_live--;
     table_free(&r->ops, op_of(op));
 }
 
@@ -86,6 +85,7 @@ void op_check(struct azc_reactor *r, azc_op *op)
         op_forget(r, op);
         break;
     default: /* its slot is freed by the azc_wait after the caller has read the event */
+        r->stats.operations_live--;
         emit(r, op->token, AZC_EV_RELEASED, op->error, op->path);
     }
 }

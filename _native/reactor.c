@@ -607,6 +607,7 @@ azc_op *azc_submit(azc_conn *pub, const azc_iov *parts, size_t n)
         if (parts[i].len && sendq_push(c, parts[i].base, parts[i].len, op) < 0) {
             if (op->parts)
                 sendq_remove(c, op);
+            c->r->stats.operations_live--;
             op_forget(c->r, op);
             return NULL;
         }
@@ -626,6 +627,7 @@ int azc_withdraw(azc_conn *pub, azc_op *op)
     struct conn *c = conn_of(pub);
     if (op->kind != OP_USER || !sendq_remove(c, op))
         return 0;
+    c->r->stats.operations_live--;
     op_forget(c->r, op);
     conn_notify(c);
     return 1;

@@ -86,6 +86,8 @@ async def ended(task: asyncio.Task[Any], limit: float = 20.0) -> asyncio.Task[An
     """Waits for the task's end without raising what it raised."""
     done, _ = await asyncio.wait([task], timeout=limit)
     assert done, "still pending"
+    if not task.cancelled():
+        task.exception()  # looked at: else asyncio complains whenever the task is collected
     return task
 
 
