@@ -27,7 +27,8 @@
 #define AZC_LISTEN 2
 #define AZC_POLL 3 /* a selector's descriptor: AZC_FIRED_POLL */
 #define AZC_DATAGRAM 5
-#define AZC_WAKE 4 /* the loop's wake-up descriptor: AZC_FIRED_WAKE */
+#define AZC_WAKE 4    /* the loop's wake-up descriptor: AZC_FIRED_WAKE */
+#define AZC_CONNECT 6 /* a socket that is connecting: AZC_NOTIFY_WRITABLE, once */
 
 /* Kinds of event; `token` names a connection for the first three, an operation for the others. */
 #define AZC_EV_RECV 1     /* res > 0: bytes in receive buffer `arg`; 0: end of file; < 0: errno */
@@ -51,6 +52,7 @@
 #define AZC_NOTIFY_ZC_LOW 4  /* unsent + pinned <= zc_low */
 #define AZC_NOTIFY_MARK 8    /* sent_pos >= mark */
 #define AZC_NOTIFY_ERROR 16  /* sending failed; everything queued was dropped */
+#define AZC_NOTIFY_WRITABLE 32
 
 /* azc_op.path: what became of the bytes, as far as the kernel told. */
 #define AZC_PATH_ZC 1

@@ -110,7 +110,8 @@ static void send_some(struct conn *c)
 static void set_mask(struct conn *c)
 {
     struct ep *e = ep_of(c->r);
-    uint32_t mask = (c->want_recv && !c->eof ? EPOLLIN : 0u) | (c->want_out ? EPOLLOUT : 0u);
+    uint32_t in = c->pub.kind == AZC_CONNECT ? EPOLLOUT : EPOLLIN;
+    uint32_t mask = (c->want_recv && !c->eof ? in : 0u) | (c->want_out ? EPOLLOUT : 0u);
     if (mask == c->ep_mask)
         return;
     struct epoll_event ev = {.events = mask, .data.u64 = c->pub.token};
@@ -122,6 +123,8 @@ static void set_mask(struct conn *c)
             emit(c->r, c->pub.token, AZC_EV_ACCEPT, error, 0);
         else if (c->pub.kind == AZC_DATAGRAM)
             emit(c->r, c->pub.token, AZC_EV_DATAGRAM, error, 0);
+        else if (c->pub.kind == AZC_CONNECT)
+            connected(c);
         else
             emit(c->r, c->pub.token, AZC_EV_RECV, error, 0);
         return;
@@ -225,6 +228,11 @@ static void ready(struct azc_reactor *r, const struct epoll_event *ev)
         if (c->dq.head)
             dgramq_flush(c);
         mark_dirty(c);
+    }
+    if (c->pub.kind == AZC_CONNECT && c->want_recv) {
+        connected(c); /* or not: SO_ERROR tells */
+        mark_dirty(c);
+        return;
     }
     if (!c->want_recv || c->eof || !(broken || ev->events & EPOLLIN))
         return;

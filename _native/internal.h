@@ -262,6 +262,11 @@ static inline bool anything(const struct azc_reactor *r)
 {
     return r->n_pending || r->n_rel || r->fired;
 }
+static inline void connected(struct conn *c)
+{
+    c->want_recv = false;
+    emit(c->r, c->pub.token, AZC_EV_WRITE, 0, AZC_NOTIFY_WRITABLE);
+}
 static inline void poll_fired(struct conn *c)
 {
     c->r->fired |= c->pub.kind == AZC_WAKE ? AZC_FIRED_WAKE : AZC_FIRED_POLL;

@@ -384,6 +384,8 @@ static void on_conn(struct azc_reactor *r, uint64_t token, int32_t res, unsigned
         on_datagram(c, res, flags);
     else if (c->pub.kind == AZC_LISTEN)
         on_listen(c, res);
+    else if (c->pub.kind == AZC_CONNECT && res != -ECANCELED)
+        connected(c); /* or not: SO_ERROR tells */
     else if (res > 0)
         poll_fired(c);
     if (!c->armed && c->want_recv && !c->eof)
@@ -504,6 +506,9 @@ static bool arm(struct conn *c)
         break;
     case AZC_LISTEN:
         io_uring_prep_multishot_accept(sqe, c->pub.fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+        break;
+    case AZC_CONNECT:
+        io_uring_prep_poll_add(sqe, c->pub.fd, POLLOUT);
         break;
     default:
         io_uring_prep_poll_add(sqe, c->pub.fd, POLLIN);

@@ -25,6 +25,7 @@ from .capabilities import choose
 from .reactor import MAX_WAIT, Reactor, ReactorSelector
 from .settings import Settings
 from .stats import ZcStats
+from .transports.connector import Connector
 from .transports.datagram import DatagramTransport
 from .transports.listener import Listener
 from .transports.stream import StreamTransport
@@ -196,6 +197,19 @@ class EventLoop(asyncio.SelectorEventLoop):
                 sock, protocol, waiter, extra=extra, server=server, **hooks.context_keyword(context)
             )
         return StreamTransport(self, sock, protocol, waiter, extra, server, None, context)
+
+    def _sock_connect(self, fut: asyncio.Future[None], sock: socket.socket, address: Any) -> None:
+        try:
+            sock.connect(address)
+        except (BlockingIOError, InterruptedError):  # it goes on in the kernel
+            self._ensure_fd_no_transport(sock)  # type: ignore[attr-defined]
+            Connector(self, sock, address, fut)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as exc:
+            fut.set_exception(exc)
+        else:
+            fut.set_result(None)
 
     def _make_ssl_transport(
         self,

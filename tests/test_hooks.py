@@ -23,6 +23,8 @@ from aiozc import hooks
         "_make_socket_transport",
         "_make_ssl_transport",
         "_process_events",
+        "_run_once",
+        "_sock_connect",
         "_start_serving",
         "_stop_serving",
     ],
@@ -32,7 +34,7 @@ def test_the_loop_methods_that_are_overridden_or_called_exist(name: str) -> None
 
 
 @pytest.mark.parametrize(
-    "name", ["_make_socket_transport", "_make_ssl_transport", "_start_serving"]
+    "name", ["_make_socket_transport", "_make_ssl_transport", "_sock_connect", "_start_serving"]
 )
 def test_overridden_methods_take_what_asyncio_passes(name: str) -> None:
     import aiozc
