@@ -38,6 +38,8 @@ def into_cpython() -> None:
     for name, ours in replaced.items():
         if name in vars(asyncio):
             setattr(asyncio, name, ours)
+    if hasattr(asyncio.unix_events, "_DefaultEventLoopPolicy"):  # where 3.14 looks for it
+        asyncio.unix_events._DefaultEventLoopPolicy = Policy
     _count(aiozc.EventLoop)
 
 
