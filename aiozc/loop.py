@@ -90,6 +90,11 @@ class EventLoop(asyncio.SelectorEventLoop):
         super()._read_from_self()  # type: ignore[misc]
         self._reactor.woken = False
 
+    def _close_self_pipe(self) -> None:
+        # A loop that nobody closed: the garbage collector may come to its sockets before it comes to it.
+        if self._ssock is not None and self._ssock.fileno() >= 0:
+            super()._close_self_pipe()  # type: ignore[misc]
+
     # -- running --
 
     def run_forever(self) -> None:
@@ -145,6 +150,9 @@ class EventLoop(asyncio.SelectorEventLoop):
             handle = ready.popleft()
             if not handle._cancelled:
                 handle._run()
+        handle = (
+            None  # an exception that an event's callback keeps refers to this frame, and so to it
+        )
 
     def _process_events(self, event_list: list[Any]) -> None:
         if event_list:

@@ -19,6 +19,7 @@ from aiozc import hooks
     "name",
     [
         "_accept_connection2",
+        "_close_self_pipe",
         "_ensure_fd_no_transport",
         "_make_socket_transport",
         "_make_ssl_transport",

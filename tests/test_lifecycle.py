@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import gc
 import logging
 import os
 import select
@@ -23,6 +24,7 @@ import textwrap
 import threading
 import time
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -1208,6 +1210,51 @@ def test_a_loop_that_never_ran_can_be_closed(loop_factory):
         loop_factory().close()
     collect()
     assert len(open_descriptors()) <= before + 1
+
+
+def test_a_loop_whose_sockets_were_closed_before_it_can_be_closed(loop_factory):
+    # What the garbage collector does to a loop that nobody closed, in an order of its own.
+    loop = loop_factory()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop._ssock.close()
+    loop._csock.close()
+    loop.close()
+    assert loop.is_closed()
+
+
+def test_a_callback_of_an_event_that_fails_keeps_no_transport_alive(run):
+    # Fails when: a frame of the loop refers to the handle that ran last (asyncio's gh-159049).
+    async def main():
+        class Protocol(asyncio.Protocol):
+            kept = None
+
+            def data_received(self, data):
+                transports[0]().abort()
+                try:
+                    raise ValueError("kept with its traceback, and so with every frame below")
+                except ValueError as exc:
+                    waiters[0].set_exception(exc)
+
+        gc.disable()
+        try:
+            waiters = [asyncio.get_running_loop().create_future()]
+            ours, peer = connected_pair()
+            transport, _ = await asyncio.get_running_loop().create_connection(Protocol, sock=ours)
+            transports = [weakref.ref(transport)]
+            del transport
+            peer.sendall(b"x")
+            with contextlib.suppress(ValueError):
+                await waiters[0]
+            waiters.clear()
+            del _
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert transports[0]() is None
+        finally:
+            gc.enable()
+        peer.close()
+
+    run(main())
 
 
 def test_fifty_loops_leave_no_descriptor_and_no_ring_behind(forced_loop_factory):
