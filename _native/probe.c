@@ -9,10 +9,12 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <liburing.h>
+#include <signal.h>
 #include <stdbool.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <ucontext.h>
 #include <unistd.h>
 
 #define XSTR(s) STR(s)
@@ -75,8 +77,21 @@ static bool try_multishot(struct io_uring *ring, bool *buf_ring)
     return ok;
 }
 
-/* 0 and the features, or the errno that forbids io_uring (EPERM, ENOSYS, ...). */
-int azc_probe(uint32_t *features)
+/* A seccomp filter may answer with SIGSYS, which would end the process: the call fails instead. */
+static void on_sigsys(int sig, siginfo_t *info, void *context)
+{
+    (void)sig, (void)info;
+    ucontext_t *u = context;
+#if defined(__x86_64__)
+    u->uc_mcontext.gregs[REG_RAX] = -ENOSYS;
+#elif defined(__aarch64__)
+    u->uc_mcontext.regs[0] = (unsigned long long)-ENOSYS;
+#else
+    (void)u; /* what the call answers is the kernel's number of it: not 0, and no ring */
+#endif
+}
+
+static int probe(uint32_t *features)
 {
     struct io_uring ring;
     struct io_uring_params p = {.flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN};
@@ -105,4 +120,15 @@ int azc_probe(uint32_t *features)
     if (buf_ring)
         *features |= AZC_HAS_BUF_RING;
     return 0;
+}
+
+/* 0 and the features, or the errno that forbids io_uring (EPERM, ENOSYS, ...). */
+int azc_probe(uint32_t *features)
+{
+    struct sigaction trap = {.sa_sigaction = on_sigsys, .sa_flags = SA_SIGINFO}, before;
+    bool guarded = sigaction(SIGSYS, &trap, &before) == 0;
+    int rc = probe(features);
+    if (guarded)
+        sigaction(SIGSYS, &before, NULL);
+    return rc;
 }
