@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from support import linger_0
+
 TIMEOUT = 20.0  # seconds that any single wait of a test may take before it counts as a hang
 
 # What a test writes over a buffer that it has got back. No pattern contains this value, so every
@@ -125,8 +127,27 @@ def connected_pair(
 
 def reset(sock: socket.socket) -> None:
     """Closes with linger 0: the other side gets ECONNRESET."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    linger_0(sock)
     sock.close()
+
+
+def in_thread(function, *args):
+    """Runs `function` in a new thread and returns what it returned, or raises what it raised."""
+    outcome = {}
+
+    def target():
+        try:
+            outcome["value"] = function(*args)
+        except BaseException as exc:
+            outcome["error"] = exc
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT * 2)
+    assert not thread.is_alive(), f"{function} still runs"
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["value"]
 
 
 class Reader(threading.Thread):

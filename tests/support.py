@@ -24,6 +24,7 @@ import os
 import re
 import select
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -119,6 +120,23 @@ def set_sndbuf(sock: Any, size: int) -> None:
 
 def set_rcvbuf(sock: Any, size: int) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+
+
+def linger_0(sock: Any) -> None:
+    """Its close() sends RST and throws away what is unread."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def tls_contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Of a server called localhost, and of a client that trusts it."""
+    import trustme
+
+    authority = trustme.CA()
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("localhost").configure_cert(server)
+    client = ssl.create_default_context()
+    authority.configure_trust(client)
+    return server, client
 
 
 def queued_in(sock: socket.socket) -> int:
@@ -236,7 +254,7 @@ class StalledReader:
 
     def reset(self) -> None:
         """RST: linger 0, whatever is unread is thrown away."""
-        self.peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        linger_0(self.peer)
         self.peer.close()
 
     def close(self) -> None:

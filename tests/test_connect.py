@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import pytest
 from support import eventually, open_descriptors, soon
 
+FILLERS = 2  # connections that a queue of length 0 holds
 
-def full_listener() -> tuple[socket.socket, list[socket.socket]]:
+
+@contextmanager
+def full_listener() -> Iterator[socket.socket]:
     """A listener whose queue is full: the next connection's SYN is dropped, so it stays connecting."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(0)
-    fillers = []
-    for _ in range(2):
-        filler = socket.socket()
-        filler.setblocking(False)
-        filler.connect_ex(listener.getsockname())
-        fillers.append(filler)
-    return listener, fillers
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(FILLERS):
+            stack.enter_context(connecting()).connect_ex(listener.getsockname())
+        yield listener
+
+
+def make_room(listener: socket.socket) -> None:
+    """The next SYN is answered."""
+    for _ in range(FILLERS):
+        listener.accept()[0].close()
 
 
 def connecting() -> socket.socket:
@@ -53,17 +60,13 @@ def test_waiting_needs_no_selector(run: Any) -> None:
     # Fails when: connecting goes through add_writer.
     async def main() -> None:
         loop: Any = asyncio.get_running_loop()
-        listener, fillers = full_listener()
-        with connecting() as sock:
+        with full_listener() as listener, connecting() as sock:
             task = asyncio.ensure_future(loop.sock_connect(sock, listener.getsockname()))
             await asyncio.sleep(0.05)
             assert not task.done()
             assert list(loop._selector.get_map()) == [loop._ssock.fileno()]
-            for _ in fillers:
-                listener.accept()[0].close()  # room: the next SYN is answered
+            make_room(listener)
             await soon(task)
-        for thing in (listener, *fillers):
-            thing.close()
 
     run(main())
 
@@ -86,25 +89,23 @@ def test_a_cancelled_attempt_leaves_nothing_in_the_kernel(run: Any) -> None:
     # Fails when: the poll is left armed; it holds the socket open after its close.
     async def main() -> None:
         loop: Any = asyncio.get_running_loop()
-        listener, fillers = full_listener()
-        await asyncio.sleep(0.01)
-        before, conns = open_descriptors(), len(loop._reactor.conns)
-        for _ in range(20):
-            with connecting() as sock:
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(loop.sock_connect(sock, listener.getsockname()), 0.005)
-                await asyncio.sleep(0)
-        assert open_descriptors() == before
-        assert len(loop._reactor.conns) == conns
-        for thing in (listener, *fillers):
-            thing.close()
+        with full_listener() as listener:
+            await asyncio.sleep(0.01)
+            before, conns = open_descriptors(), len(loop._reactor.conns)
+            for _ in range(20):
+                with connecting() as sock:
+                    attempt = loop.sock_connect(sock, listener.getsockname())
+                    with pytest.raises(TimeoutError):
+                        await asyncio.wait_for(attempt, 0.005)
+                    await asyncio.sleep(0)
+            assert open_descriptors() == before
+            assert len(loop._reactor.conns) == conns
 
     run(main())
 
 
 def test_an_attempt_goes_on_over_two_runs(loop_factory: Any) -> None:
-    with closing(loop_factory()) as loop, connecting() as sock:
-        listener, fillers = full_listener()
+    with closing(loop_factory()) as loop, full_listener() as listener, connecting() as sock:
 
         async def begin() -> Any:
             task = asyncio.ensure_future(loop.sock_connect(sock, listener.getsockname()))
@@ -113,25 +114,19 @@ def test_an_attempt_goes_on_over_two_runs(loop_factory: Any) -> None:
 
         task = loop.run_until_complete(begin())
         assert not task.done()
-        for _ in fillers:
-            listener.accept()[0].close()
+        make_room(listener)
         loop.run_until_complete(asyncio.wait_for(task, 10))
-        for thing in (listener, *fillers):
-            thing.close()
 
 
 def test_a_loop_can_be_closed_with_an_attempt_going_on(loop_factory: Any) -> None:
     loop = loop_factory()
-    listener, fillers = full_listener()
-    with connecting() as sock:
+    with full_listener() as listener, connecting() as sock:
         task = loop.create_task(loop.sock_connect(sock, listener.getsockname()))
         loop.run_until_complete(asyncio.sleep(0.02))
         assert not task.done()
         task.cancel()
         loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
         loop.close()
-    for thing in (listener, *fillers):
-        thing.close()
 
 
 def test_two_hundred_at_once(run: Any) -> None:

@@ -51,6 +51,7 @@ from support import (
     show,
     soon,
     stalled,
+    tls_contexts,
 )
 
 import aiozc
@@ -1656,13 +1657,7 @@ def test_a_closed_loop_locks_only_what_the_kernel_still_reads(
 
 @pytest.fixture(scope="session")
 def certificates() -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    trustme = pytest.importorskip("trustme")
-    authority = trustme.CA()
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("localhost").configure_cert(server)
-    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    authority.configure_trust(client)
-    return server, client
+    return tls_contexts()
 
 
 def test_a_tls_writer_keeps_the_contract_by_copying(run, forced_loop_factory, certificates) -> None:

@@ -39,6 +39,7 @@ from order_support import (
     connect,
     connected_pair,
     eventually,
+    in_thread,
     limited,
     open_stream,
     pattern,
@@ -55,25 +56,6 @@ def closing(loop):
         yield loop
     finally:
         loop.close()
-
-
-def in_thread(function, *args):
-    """Runs `function` in a new thread and returns what it returned, or raises what it raised."""
-    outcome = {}
-
-    def target():
-        try:
-            outcome["value"] = function(*args)
-        except BaseException as exc:
-            outcome["error"] = exc
-
-    thread = threading.Thread(target=target, daemon=True)
-    thread.start()
-    thread.join(TIMEOUT * 2)
-    assert not thread.is_alive(), f"{function} still runs"
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["value"]
 
 
 def run_script(body: str, backend: str, *, timeout: float = 30, env=None, options=()):

@@ -12,23 +12,13 @@ import time
 from typing import Any
 
 import pytest
-import trustme
-from support import LoopErrors, StalledReader, eventually, soon
+from support import LoopErrors, StalledReader, eventually, soon, tls_contexts
 
 
-@pytest.fixture(scope="module")
-def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    authority = trustme.CA()
-    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    authority.issue_cert("localhost").configure_cert(server)
-    client = ssl.create_default_context()
-    authority.configure_trust(client)
-    return server, client
-
-
-def test_closing_a_tls_connection_does_not_go_on_downloading(run: Any, contexts: Any) -> None:
+def test_closing_a_tls_connection_does_not_go_on_downloading(run: Any) -> None:
     # Case 33: closing waited for its timeout of 30 s while the peer kept sending.
     async def main() -> None:
+        server_context, client_context = tls_contexts()
         ended = asyncio.Event()
 
         async def serve(_reader: Any, writer: asyncio.StreamWriter) -> None:
@@ -40,9 +30,9 @@ def test_closing_a_tls_connection_does_not_go_on_downloading(run: Any, contexts:
             except OSError:
                 ended.set()
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=contexts[0])
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=server_context)
         reader, writer = await asyncio.open_connection(
-            *server.sockets[0].getsockname(), ssl=contexts[1], server_hostname="localhost"
+            *server.sockets[0].getsockname(), ssl=client_context, server_hostname="localhost"
         )
         await reader.readexactly(1_000_000)
         began = time.monotonic()

@@ -9,15 +9,13 @@ close() of a socket would have shown it.
 from __future__ import annotations
 
 import asyncio
-import socket
-import struct
-import threading
 import time
 from collections.abc import Coroutine
 from contextlib import closing
 from typing import Any
 
 import pytest
+from order_support import in_thread as in_own_thread
 from support import (
     MIB,
     StalledReader,
@@ -25,35 +23,19 @@ from support import (
     assert_stream,
     eventually,
     in_thread,
+    linger_0,
     open_descriptors,
     soon,
 )
 
+import aiozc
+
 A = ord("a")
-
-
-def linger_0(sock: Any) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def in_another_thread(loop: Any, coro: Coroutine[Any, Any, Any]) -> Any:
     """Runs `loop` there: with uring that takes a new ring."""
-    box: list[Any] = []
-
-    def work() -> None:
-        try:
-            box.append((True, loop.run_until_complete(asyncio.wait_for(coro, 20))))
-        except BaseException as error:
-            box.append((False, error))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(30)
-    assert box, "the loop did not end"
-    ok, value = box[0]
-    if not ok:
-        raise value
-    return value
+    return in_own_thread(loop.run_until_complete, asyncio.wait_for(coro, 20))
 
 
 async def pinned(peer: StalledReader, backend: str) -> tuple[asyncio.StreamWriter, Any, bytearray]:
@@ -190,8 +172,6 @@ def test_zc_linger_spares_a_peer_that_reads_slowly(run, forced_loop_factory, bac
 
 
 def test_zc_linger_is_checked() -> None:
-    import aiozc
-
     for bad in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="zc_linger is in seconds"):
             aiozc.Settings(zc_linger=bad)

@@ -30,10 +30,13 @@ def run(*command: str, seconds: float) -> subprocess.CompletedProcess[str]:
     )
 
 
-def soak_with(setup: str, *args: str) -> subprocess.CompletedProcess[str]:
-    """The soak in a process where `setup` was executed first."""
+def violations(setup: str, *args: str, backend: str = "epoll") -> str:
+    """What a soak reports that must find something: `setup` was executed in its process first."""
+    args = ("--backend", backend, *(args or QUICK))
     code = f"import sys; sys.argv = ['soak.py', *{args!r}]; import soak\n{setup}\nsys.exit(soak.main())"
-    return run("-c", code, seconds=10.0)
+    result = run("-c", code, seconds=10.0)
+    assert result.returncode == 1, result.stderr + result.stdout
+    return result.stderr
 
 
 @pytest.mark.parametrize("how", [(), ("--forced", "--runs", "many")], ids=["plain", "forced-many"])
@@ -63,9 +66,7 @@ def spoiled(self, data):
     write(self, data)
 StreamTransport.write = spoiled
 """
-    result = soak_with(spoil, "--backend", "epoll", *QUICK)
-    assert result.returncode == 1, result.stderr + result.stdout
-    assert "instead of" in result.stderr
+    assert "instead of" in violations(spoil)
 
 
 def test_the_soak_sees_a_lost_byte() -> None:
@@ -77,9 +78,7 @@ def spoiled(self, data):
     write(self, whole[:-1] if len(whole) > 9000 else data)
 StreamTransport.write = spoiled
 """
-    result = soak_with(spoil, "--backend", "epoll", *QUICK)
-    assert result.returncode == 1, result.stderr + result.stdout
-    assert "VIOLATION" in result.stderr
+    assert "VIOLATION" in violations(spoil)
 
 
 def test_the_soak_sees_a_descriptor_that_stays() -> None:
@@ -92,9 +91,7 @@ async def leaking(reader, writer):
     return await greeted(reader, writer)
 soak.greeted = leaking
 """
-    result = soak_with(leak, "--backend", "epoll", *QUICK)
-    assert result.returncode == 1, result.stderr + result.stdout
-    assert "descriptors with every connection over" in result.stderr
+    assert "descriptors with every connection over" in violations(leak)
 
 
 def test_the_soak_sees_memory_that_is_kept() -> None:
@@ -107,10 +104,9 @@ async def keeping(reader, writer):
     return await greeted(reader, writer)
 soak.greeted = keeping
 """
-    result = soak_with(keep, "--backend", "epoll", *QUICK)
-    assert result.returncode == 1, result.stderr + result.stdout
-    assert "heap MiB grew by" in result.stderr
-    assert "blocks grew by" in result.stderr
+    told = violations(keep)
+    assert "heap MiB grew by" in told
+    assert "blocks grew by" in told
 
 
 def test_the_soak_sees_a_loop_that_does_not_turn() -> None:
@@ -123,9 +119,7 @@ async def blocking(reader, writer):
     return await greeted(reader, writer)
 soak.greeted = blocking
 """
-    result = soak_with(block, "--backend", "epoll", "--connections", "2", "--seconds", "1")
-    assert result.returncode == 1, result.stderr + result.stdout
-    assert "did not turn" in result.stderr
+    assert "did not turn" in violations(block, "--connections", "2", "--seconds", "1")
 
 
 def test_the_soak_sees_memory_that_is_given_back_before_the_kernel_read_it() -> None:
@@ -139,9 +133,7 @@ async def spoil(self, op, memory):
             lives.overwrite(own)
 lives.Life.spoil = spoil
 """
-    result = soak_with(early, "--backend", "uring", "--forced", *QUICK)
-    assert result.returncode == 1, result.stderr + result.stdout
-    assert "given back and overwritten" in result.stderr
+    assert "given back and overwritten" in violations(early, "--forced", *QUICK, backend="uring")
 
 
 def test_idle_and_busy_connections_cost_bounded_memory_and_leave_nothing(backend: str) -> None:

@@ -14,7 +14,6 @@ import contextvars
 import logging
 import random
 import socket
-import ssl
 import tempfile
 import threading
 import time
@@ -23,7 +22,6 @@ import weakref
 from pathlib import Path
 
 import pytest
-import trustme
 from order_support import (
     OVERWRITTEN,
     Reader,
@@ -42,6 +40,7 @@ from order_support import (
     receive_now,
     reset,
 )
+from support import tls_contexts
 
 import aiozc
 
@@ -1313,15 +1312,6 @@ def test_a_protocol_factory_that_raises_costs_only_that_connection(run, family):
             second.close()
 
     run(main())
-
-
-def tls_contexts():
-    authority = trustme.CA()
-    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    authority.issue_cert("localhost").configure_cert(server)
-    client = ssl.create_default_context()
-    authority.configure_trust(client)
-    return server, client
 
 
 def test_start_tls_upgrades_a_connection_in_mid_stream(run):
