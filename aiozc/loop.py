@@ -57,17 +57,16 @@ class EventLoop(asyncio.SelectorEventLoop):
         _clock_resolution: float
 
     def __init__(self, **settings: Any) -> None:
-        self._closed = (
-            True  # until asyncio's __init__: a loop that failed to be made is not "unclosed"
-        )
-        # All that is ours is kept there. asyncio's loop has nearly 30 attributes, and from the 31st on Python
-        # (3.13) reaches every one of them in twice the time: call_soon then takes a quarter longer.
+        # Until asyncio's __init__: a loop that failed to be made is not "unclosed".
+        self._closed = True
+        # All that is ours is kept there. asyncio's loop has nearly 30 attributes, and from the 31st on
+        # CPython 3.13 reaches every one of them more slowly (bench/peers.py, rows call-soon).
         wanted = Settings(**settings)
         self._reactor = Reactor(self, choose(wanted.backend, wanted.zerocopy), wanted)
         self._ssock: socket.socket | None = None
         super().__init__(ReactorSelector(self._reactor, self._is_wakeup))
-        # Whose descriptor is not for add_reader. asyncio's is a WeakValueDictionary: our transports take
-        # themselves out, which costs a tenth of what a weak reference does.
+        # Whose descriptor is not for add_reader. Where asyncio has a WeakValueDictionary our transports take
+        # themselves out, for a weak reference is one of the dearer things of a short connection.
         self._transports: dict[int, Any] = {}
         self._reactor.handle = _Dispatch(self._reactor.dispatch, (), self, None)
         hooks.patch_stream_writer()
@@ -150,9 +149,8 @@ class EventLoop(asyncio.SelectorEventLoop):
             handle = ready.popleft()
             if not handle._cancelled:
                 handle._run()
-        handle = (
-            None  # an exception that an event's callback keeps refers to this frame, and so to it
-        )
+        # An exception that an event's callback keeps refers to this frame, and so to the handle.
+        handle = None
 
     def _process_events(self, event_list: list[Any]) -> None:
         if event_list:

@@ -91,7 +91,6 @@ class Reactor:
         _incref(self.held)
         self._batch: Iterator[tuple[int, int, int, int]] | None = None
         self._lingering = False  # azc_linger is to be called again
-        self._linger_step = cfg.zc_linger / 8
         self._events = memoryview(
             ffi.buffer(lib.azc_events(self.native), lib.AZC_EVENTS * _EVENT.size)
         )
@@ -202,8 +201,11 @@ class Reactor:
         self.conns.pop(conn.token, None)
         pinned = _check(lib.azc_conn_close(conn, -error), "aiozc: a request did not end")
         if pinned and not self._lingering and not self.loop.is_closed():
-            self._lingering = True
-            self.loop.call_later(self._linger_step, self._look_at_lingering)
+            self._linger()
+
+    def _linger(self) -> None:
+        self._lingering = True
+        self.loop.call_later(self.settings.zc_linger / 8, self._look_at_lingering)
 
     def _look_at_lingering(self) -> None:
         """Closed connections whose memory is pinned: see zc_linger in Settings."""
@@ -211,8 +213,7 @@ class Reactor:
         if self.native is None:
             return
         if lib.azc_linger(self.native, int(self.settings.zc_linger * 1e9)):
-            self._lingering = True
-            self.loop.call_later(self._linger_step, self._look_at_lingering)
+            self._linger()
 
     def admit(self, conn: Any, native: Any, keep: Any) -> Operation:
         """The Operation for a native one that was just queued."""

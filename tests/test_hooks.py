@@ -166,7 +166,7 @@ def test_a_stream_reader_has_the_parts_that_read_into_uses() -> None:
 
 
 def test_the_loop_has_what_a_turn_reads_and_few_attributes_of_its_own() -> None:
-    # From the 31st on CPython 3.13 reaches all attributes of an object in twice the time.
+    # From the 31st on CPython 3.13 reaches all attributes of an object more slowly.
     import aiozc
 
     stock, ours = asyncio.SelectorEventLoop(), aiozc.new_event_loop()

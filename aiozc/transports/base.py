@@ -79,7 +79,7 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         at_once: bool = False,
     ) -> None:
         """at_once: the caller calls `_begin` itself, in `context`; else a callback does."""
-        # Not through asyncio's __init__: that sets what the class has above, and costs a third of this.
+        # Not through asyncio's __init__: that sets what the class has above (bench/peers.py, row churn).
         fd = self._sock_fd = sock.fileno()
         self._loop = loop
         self._reactor = reactor = loop._reactor

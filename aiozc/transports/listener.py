@@ -104,21 +104,8 @@ class Listener:
                     }
                 )
             return
-        try:
-            transport._begin()
-        except (SystemExit, KeyboardInterrupt):
-            raise
-        except (
-            BaseException
-        ) as exc:  # reported as an error in a callback is, and data comes all the same
-            self._loop.call_exception_handler(
-                {
-                    "message": "Exception in callback connection_made()",
-                    "exception": exc,
-                    "transport": transport,
-                    "protocol": protocol,
-                }
-            )
+        # An error in it is reported as one in a callback is, and data comes all the same.
+        transport._call(transport._begin, "Exception in callback connection_made()", protocol)
 
     def close(self) -> None:
         """Nothing is accepted afterwards. Idempotent; the socket is the caller's to close."""
