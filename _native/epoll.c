@@ -1,6 +1,6 @@
 /* epoll.c - the same events where io_uring is not allowed: readiness and system calls in one turn.
  *
- * Owns: the epoll descriptor and the free list of receive buffers. Called by: reactor.c through
+ * Owns: the epoll descriptor. Called by: reactor.c through
  * `struct backend`. Level-triggered; a descriptor that wants nothing is taken out of the set, since
  * EPOLLHUP and EPOLLERR cannot be masked and would spin. Sends go out when a turn begins, so writes
  * of one turn are gathered; EPOLLOUT is asked for only once a socket was full. Everything is copied
@@ -25,8 +25,6 @@
 struct ep {
     int fd;
     bool no_pwait2;
-    uint32_t n_free;
-    uint16_t *free;
 };
 
 static struct ep *ep_of(struct azc_reactor *r)
@@ -34,28 +32,12 @@ static struct ep *ep_of(struct azc_reactor *r)
     return r->be_data;
 }
 
-static void epoll_recycle(struct azc_reactor *r, uint16_t buffer)
-{
-    struct ep *e = ep_of(r);
-    if (e)
-        e->free[e->n_free++] = buffer;
-}
-
 static void epoll_destroy(struct azc_reactor *r)
 {
     struct ep *e = ep_of(r);
     close(e->fd);
-    free(e->free);
     free(e);
     r->be_data = NULL;
-}
-
-static bool named(const azc_event *ev, uint32_t n, uint32_t buffer)
-{
-    for (uint32_t i = 0; i < n; i++)
-        if (holds_buffer(&ev[i]) && ev[i].arg == buffer)
-            return true;
-    return false;
 }
 
 static int epoll_attach(struct azc_reactor *r)
@@ -63,23 +45,15 @@ static int epoll_attach(struct azc_reactor *r)
     if (r->be_data)
         return 0;
     struct ep *e = calloc(1, sizeof *e);
-    uint16_t *free_list = calloc(r->n_bufs, sizeof *free_list);
-    if (!e || !free_list) {
-        free(e);
-        free(free_list);
+    if (!e)
         return -ENOMEM;
-    }
-    e->free = free_list;
     e->fd = epoll_create1(EPOLL_CLOEXEC);
     if (e->fd < 0) {
         int err = -errno;
-        free(e->free);
         free(e);
         return err;
     }
-    for (uint32_t i = r->n_bufs; i-- > 0;)
-        if (!named(r->pending, r->n_pending, i) && !named(r->out, r->n_out, i))
-            e->free[e->n_free++] = (uint16_t)i;
+    collect_spare(r);
     r->be_data = e;
     return 0;
 }
@@ -153,13 +127,12 @@ static void flush(struct azc_reactor *r)
 static void receive(struct conn *c)
 {
     struct azc_reactor *r = c->r;
-    struct ep *e = ep_of(r);
-    if (!e->n_free)
+    if (!r->n_spare)
         return; /* level-triggered: it is told again next turn */
-    uint16_t buffer = e->free[e->n_free - 1];
+    uint16_t buffer = r->spare[r->n_spare - 1];
     ssize_t n = recv(c->pub.fd, r->bufs + buffer * r->buf_stride, r->buf_size, MSG_DONTWAIT);
     if (n > 0) {
-        e->n_free--;
+        r->n_spare--;
         emit(r, c->pub.token, AZC_EV_RECV, (int32_t)n, buffer);
     } else if (n == 0) {
         c->eof = true;
@@ -176,9 +149,8 @@ static void receive(struct conn *c)
 static void receive_datagrams(struct conn *c)
 {
     struct azc_reactor *r = c->r;
-    struct ep *e = ep_of(r);
-    for (int i = 0; i < DATAGRAM_BURST && e->n_free && c->want_recv; i++) {
-        uint16_t buffer = e->free[e->n_free - 1];
+    for (int i = 0; i < DATAGRAM_BURST && r->n_spare && c->want_recv; i++) {
+        uint16_t buffer = r->spare[r->n_spare - 1];
         char *at = r->bufs + buffer * r->buf_stride;
         size_t head = sizeof(azc_datagram) + AZC_NAME_MAX;
         struct iovec iov = {at + head, r->buf_size - head};
@@ -194,7 +166,7 @@ static void receive_datagrams(struct conn *c)
         }
         azc_datagram d = {.namelen = m.msg_namelen, .payloadlen = (uint32_t)n};
         memcpy(at, &d, sizeof d);
-        e->n_free--;
+        r->n_spare--;
         emit(r, c->pub.token, AZC_EV_DATAGRAM, (int32_t)(head + (size_t)n), buffer);
     }
 }
@@ -325,6 +297,5 @@ const struct backend epoll_backend = {
     .detach = epoll_detach,
     .quiesce = epoll_quiesce,
     .drain = epoll_drain,
-    .recycle = epoll_recycle,
     .destroy = epoll_destroy,
 };

@@ -191,7 +191,6 @@ struct backend {
     int (*detach)(struct azc_reactor *r);
     int (*quiesce)(struct conn *c); /* nothing of it is in the kernel but notifications */
     int (*drain)(struct azc_reactor *r, int64_t timeout_ns);
-    void (*recycle)(struct azc_reactor *r, uint16_t buffer);
     void (*destroy)(struct azc_reactor *r);
 };
 extern const struct backend uring_backend, epoll_backend;
@@ -214,6 +213,10 @@ struct azc_reactor {
     char *bufs;
     size_t bufs_bytes, buf_size, buf_stride;
     uint32_t n_bufs;
+    /* Receive buffers that neither an event names nor the kernel has, last in first out: what was
+     * used last lies in the cache. */
+    uint16_t *spare;
+    uint32_t n_spare;
     bool detaching;
     uint32_t fault_every[AZC_FAULT_KINDS], fault_count[AZC_FAULT_KINDS];
     pid_t pid;
@@ -225,6 +228,7 @@ void conn_notify(struct conn *c);
 void conn_send_failed(struct conn *c, int error);
 void conn_maybe_free(struct conn *c);
 uint64_t now_ns(void);
+void collect_spare(struct azc_reactor *r);
 bool fault(struct azc_reactor *r, int kind);
 
 struct chunk *chunk_new(struct azc_reactor *r, size_t want);
@@ -256,6 +260,10 @@ void dgramq_drop(struct conn *c);
 static inline bool holds_buffer(const azc_event *e)
 {
     return (e->kind == AZC_EV_RECV || e->kind == AZC_EV_DATAGRAM) && e->res > 0;
+}
+static inline void spare_buffer(struct azc_reactor *r, unsigned buffer)
+{
+    r->spare[r->n_spare++] = (uint16_t)buffer;
 }
 /* Has the turn something for Python? */
 static inline bool anything(const struct azc_reactor *r)

@@ -73,7 +73,7 @@ static void retire_batch(struct azc_reactor *r)
     for (uint32_t i = 0; i < r->n_out; i++) {
         azc_event *e = &r->out[i];
         if (holds_buffer(e)) {
-            r->be->recycle(r, e->arg);
+            spare_buffer(r, e->arg);
         } else if (e->kind == AZC_EV_RELEASED) {
             struct op *o = table_get(&r->ops, e->token);
             if (o)
@@ -154,7 +154,30 @@ static int map_buffers(struct azc_reactor *r)
     r->buf_stride = r->buf_size + 2048;
     r->bufs_bytes = r->n_bufs * r->buf_stride;
     r->bufs = mmap(NULL, r->bufs_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    return r->bufs == MAP_FAILED ? -ENOMEM : 0;
+    if (r->bufs == MAP_FAILED)
+        return -ENOMEM;
+    r->spare = calloc(r->n_bufs, sizeof *r->spare);
+    if (r->spare)
+        return 0;
+    munmap(r->bufs, r->bufs_bytes);
+    return -ENOMEM;
+}
+
+static bool named(const azc_event *ev, uint32_t n, uint32_t buffer)
+{
+    for (uint32_t i = 0; i < n; i++)
+        if (holds_buffer(&ev[i]) && ev[i].arg == buffer)
+            return true;
+    return false;
+}
+
+/* For a backend that begins anew: every buffer that no event still names. */
+void collect_spare(struct azc_reactor *r)
+{
+    r->n_spare = 0;
+    for (uint32_t i = r->n_bufs; i-- > 0;)
+        if (!named(r->pending, r->n_pending, i) && !named(r->out, r->n_out, i))
+            spare_buffer(r, i);
 }
 
 azc_reactor *azc_open(const azc_config *cfg, int *err)
@@ -304,6 +327,7 @@ int azc_close(azc_reactor *r)
     table_destroy(&r->reqs);
     table_destroy(&r->conns);
     munmap(r->bufs, r->bufs_bytes);
+    free(r->spare);
     free(r->pending);
     free(r->rel);
     free(r);

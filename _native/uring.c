@@ -68,10 +68,9 @@ struct uring {
     uint32_t inflight; /* completions owed, notifications not counted */
     uint32_t orphans;
     bool no_send;
-    /* Receive buffers that the kernel does not have, last in first out; how many it has; how many
-     * it should have, and the most that one harvest took since that was looked at. */
-    uint16_t *spare;
-    uint32_t n_spare, given, wanted, peak, harvests;
+    /* Receive buffers that the kernel has; how many it should have, and the most that one harvest
+     * took since that was looked at. */
+    uint32_t given, wanted, peak, harvests;
 };
 
 static struct uring *uring_of(struct azc_reactor *r)
@@ -106,9 +105,6 @@ static int ring_init(struct azc_reactor *r, struct uring *u)
 
 static int buf_ring_init(struct azc_reactor *r, struct uring *u)
 {
-    u->spare = calloc(r->n_bufs, sizeof *u->spare);
-    if (!u->spare)
-        return -ENOMEM;
     u->br_bytes = r->n_bufs * sizeof(struct io_uring_buf);
     u->br = mmap(NULL, u->br_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (u->br == MAP_FAILED)
@@ -120,18 +116,7 @@ static int buf_ring_init(struct azc_reactor *r, struct uring *u)
         return rc;
     }
     io_uring_buf_ring_init(u->br);
-    /* A buffer that an event still names is not the kernel's to fill; its recycle adds it. */
-    uint8_t bits[32768 / 8];
-    memset(bits, 0, sizeof bits);
-    for (uint32_t i = 0; i < r->n_pending; i++)
-        if (holds_buffer(&r->pending[i]))
-            bits[r->pending[i].arg / 8] |= (uint8_t)(1 << r->pending[i].arg % 8);
-    for (uint32_t i = 0; i < r->n_out; i++)
-        if (holds_buffer(&r->out[i]))
-            bits[r->out[i].arg / 8] |= (uint8_t)(1 << r->out[i].arg % 8);
-    for (uint32_t i = r->n_bufs; i-- > 0;)
-        if (!(bits[i / 8] >> i % 8 & 1))
-            u->spare[u->n_spare++] = (uint16_t)i;
+    collect_spare(r);
     u->wanted = GIVEN_MIN;
     return 0;
 }
@@ -142,8 +127,8 @@ static void give_buffers(struct azc_reactor *r)
 {
     struct uring *u = uring_of(r);
     int mask = io_uring_buf_ring_mask(r->n_bufs), added = 0;
-    while (u->given < u->wanted && u->n_spare) {
-        uint16_t i = u->spare[--u->n_spare];
+    while (u->given < u->wanted && r->n_spare) {
+        uint16_t i = r->spare[--r->n_spare];
         io_uring_buf_ring_add(u->br, r->bufs + i * r->buf_stride, (unsigned)r->buf_size, i, mask,
                               added++);
         u->given++;
@@ -167,14 +152,6 @@ static void adjust_buffers(struct azc_reactor *r, uint32_t taken, bool refused)
     u->harvests = u->peak = 0;
 }
 
-static void uring_recycle(struct azc_reactor *r, uint16_t buffer)
-{
-    struct uring *u = uring_of(r);
-    if (!u)
-        return; /* the next ring is given all buffers that no event names */
-    u->spare[u->n_spare++] = buffer;
-}
-
 static void uring_destroy(struct azc_reactor *r)
 {
     struct uring *u = uring_of(r);
@@ -184,7 +161,6 @@ static void uring_destroy(struct azc_reactor *r)
         io_uring_queue_exit(&u->ring);
         munmap(u->br, u->br_bytes);
     }
-    free(u->spare);
     free(u);
     r->be_data = NULL;
 }
@@ -265,7 +241,6 @@ static int uring_attach(struct azc_reactor *r)
     rc = buf_ring_init(r, u);
     if (rc < 0) {
         io_uring_queue_exit(&u->ring);
-        free(u->spare);
         free(u);
         return rc;
     }
@@ -321,7 +296,7 @@ static void on_stream(struct conn *c, int32_t res, unsigned flags)
         return;
     }
     if (flags & IORING_CQE_F_BUFFER)
-        uring_recycle(r, (uint16_t)(flags >> IORING_CQE_BUFFER_SHIFT));
+        spare_buffer(r, flags >> IORING_CQE_BUFFER_SHIFT);
     if (res == -ENOBUFS) {
         r->stats.enobufs++;
     } else if (res == 0) {
@@ -343,7 +318,7 @@ static void on_datagram(struct conn *c, int32_t res, unsigned flags)
         return;
     }
     if (flags & IORING_CQE_F_BUFFER)
-        uring_recycle(r, (uint16_t)(flags >> IORING_CQE_BUFFER_SHIFT));
+        spare_buffer(r, flags >> IORING_CQE_BUFFER_SHIFT);
     if (res == -ENOBUFS)
         r->stats.enobufs++;
     else if (res < 0 && res != -ECANCELED && res != -EINTR && res != -EAGAIN)
@@ -367,7 +342,7 @@ static void on_conn(struct azc_reactor *r, uint64_t token, int32_t res, unsigned
         u->inflight--;
     if (!c || c->closed) {
         if (flags & IORING_CQE_F_BUFFER)
-            uring_recycle(r, (uint16_t)(flags >> IORING_CQE_BUFFER_SHIFT));
+            spare_buffer(r, flags >> IORING_CQE_BUFFER_SHIFT);
         else if (c && c->pub.kind == AZC_LISTEN && res >= 0)
             close(res); /* accepted for a listener that is gone */
         if (c && !(flags & IORING_CQE_F_MORE))
@@ -756,6 +731,5 @@ const struct backend uring_backend = {
     .detach = uring_detach,
     .quiesce = uring_quiesce,
     .drain = uring_drain,
-    .recycle = uring_recycle,
     .destroy = uring_destroy,
 };
