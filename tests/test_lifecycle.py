@@ -368,6 +368,35 @@ def test_a_loop_moves_through_three_threads_with_a_stalled_send_and_an_armed_rec
         state["peer"].close()
 
 
+def test_data_that_waits_when_the_loop_changes_its_thread_is_not_received_over(loop_factory):
+    # Fails when: a new ring is given the buffers in which undelivered data lies.
+    with closing(loop_factory()) as loop:
+        ends = []
+
+        async def begin():
+            ends.extend([await connect() for _ in range(30)])
+            await asyncio.sleep(0.05)  # every receive is armed
+
+        def send(first):
+            for index, (_, _, peer) in enumerate(ends):
+                peer.sendall(pattern(first + index, 500))
+
+        async def finish():
+            await eventually(lambda: all(len(p.data) >= 1000 for _, p, _ in ends), what="data")
+            for index, (transport, protocol, peer) in enumerate(ends):
+                assert protocol.data == pattern(index, 500) + pattern(100 + index, 500)
+                transport.close()
+                peer.close()
+
+        in_thread(loop.run_until_complete, begin())
+        loop.call_soon(send, 0)
+        loop.call_soon(loop.stop)
+        in_thread(loop.run_forever)  # ends with all of it received, and none of it delivered
+        assert not any(protocol.data for _, protocol, _ in ends)
+        send(100)
+        in_thread(loop.run_until_complete, finish())
+
+
 def test_a_reader_that_drains_between_two_runs_releases_in_the_next_run(
     forced_loop_factory, backend
 ):
