@@ -18,9 +18,9 @@ ASAN_PY := $(ASAN)/bin/python
 # One stamp for each extra of pyproject.toml that is installed.
 DEPS := $(addprefix $(VENV)/.deps-,test dev bench peers conformance)
 ASAN_DEPS := $(ASAN)/.deps-test
-NATIVE := $(wildcard _native/*.c _native/*.h _native/*.py)
+NATIVE := $(wildcard _native/*.c _native/*.h _native/*.py _native/fast/*.c _native/fast/*.h)
 PACKAGE := $(shell find aiozc -name '*.py')
-C_FILES := $(wildcard _native/*.c _native/*.h bench/*.c bench/*.h)
+C_FILES := $(wildcard _native/*.c _native/*.h _native/fast/*.c _native/fast/*.h bench/*.c bench/*.h)
 # What changes the native module without changing a file of it.
 FLAVOUR := werror=$(AIOZC_WERROR) sanitize=$(AIOZC_SANITIZE) CC=$(CC) CFLAGS=$(CFLAGS)
 
@@ -109,7 +109,7 @@ $(ASAN)/.native: $(NATIVE) $(PACKAGE) $(ASAN_DEPS)
 	rm -rf build/asan
 	mkdir -p build/asan
 	cp -r aiozc _native setup.py pyproject.toml MANIFEST.in README.md LICENSE build/asan/
-	rm -f build/asan/aiozc/_reactor_c*.so build/asan/aiozc/_reactor_c.c
+	rm -f build/asan/aiozc/_reactor_c* build/asan/aiozc/_fast*.so
 	AIOZC_SANITIZE=address,undefined $(ASAN_PY) -m pip install -q --no-build-isolation --no-deps \
 		--force-reinstall ./build/asan
 	rm -rf build/asan
@@ -118,7 +118,7 @@ $(ASAN)/.native: $(NATIVE) $(PACKAGE) $(ASAN_DEPS)
 # Environments stay: `make distclean` removes them too.
 clean:
 	rm -rf build dist aiozc.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	rm -f aiozc/_reactor_c*.so aiozc/_reactor_c.c aiozc/*.o _native/*.o .venv*/.native
+	rm -f aiozc/_reactor_c*.so aiozc/_reactor_c.c aiozc/_fast*.so aiozc/*.o _native/*.o .venv*/.native
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean

@@ -151,6 +151,8 @@ typedef struct azc_conn {
     uint8_t path;  /* AZC_PATH_* of the last report that could be trusted */
     uint8_t kind;
     uint8_t adaptive; /* may be set: leave zero-copy where the path copies */
+    void *owner;      /* the caller's, for azc_api.owner; not read otherwise */
+    uint64_t address; /* its own, for aiozc._fast */
 } azc_conn;
 
 typedef struct azc_stats {
@@ -231,6 +233,17 @@ azc_op *azc_submit_one(azc_conn *c, const char *p, size_t n);
 int azc_withdraw(azc_conn *c, azc_op *op);
 
 int azc_fault(azc_reactor *r, int kind, uint32_t every);
+
+/* What aiozc._fast calls, for it is another shared object. `owner`: what the caller put into the
+ * connection of that token, NULL: it is closed. */
+typedef struct azc_api {
+    int (*wait)(azc_reactor *r, int64_t timeout_ns);
+    int (*write)(azc_conn *c, const char *p, size_t n, int by_reference);
+    azc_op *(*submit)(azc_conn *c, const azc_iov *parts, size_t n);
+    size_t (*take_released)(azc_reactor *r, uint64_t *tokens, size_t max);
+    void *(*owner)(azc_reactor *r, uint64_t token);
+} azc_api;
+const azc_api *azc_api_table(void);
 
 /* cdef end */
 

@@ -1,7 +1,8 @@
-"""Builds aiozc._reactor_c (cffi, API mode) from the C files beside this one and the system's liburing.
+"""Builds the two native modules: aiozc._reactor_c (cffi, API mode) from the C files beside this one and
+the system's liburing, and aiozc._fast (CPython API) from those in fast/.
 
-Run as a script from the project's root it compiles into aiozc/; setup.py uses `ffibuilder`. The cdef is
-the part of aiozc.h between its two marks, so header and binding cannot differ.
+Run as a script from the project's root it compiles into aiozc/; setup.py uses `ffibuilder` and `fast`. The
+cdef is the part of aiozc.h between its two marks, so header and binding cannot differ.
 Environment: AIOZC_WERROR=1 (warnings are errors), AIOZC_SANITIZE=address,undefined (and debug symbols).
 """
 
@@ -15,10 +16,12 @@ import sys
 from pathlib import Path
 
 from cffi import FFI
+from setuptools import Distribution, Extension
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 SOURCES = ["table", "slab", "optable", "sendq", "dgramq", "reactor", "uring", "epoll", "probe"]
+FAST = ["module", "transport", "turn", "parts"]
 NEEDS = (2, 3)
 REMEDY = "install it with: apt-get install gcc pkg-config liburing-dev python3-dev"
 
@@ -51,15 +54,10 @@ def cdef() -> str:
     return text.split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
 
 
-def make() -> FFI:
-    if not sys.platform.startswith("linux"):
-        raise SystemExit("aiozc: Linux only (io_uring and epoll); there is no build elsewhere")
-    if shutil.which(os.environ.get("CC", "gcc").split()[0]) is None:
-        fail("no C compiler (gcc)")
-    version, cflags, libs = liburing()
-    compile_args = ["-std=gnu11", "-O2", "-g", "-fvisibility=hidden", *cflags]
-    compile_args.append(f"-DAZC_LIBURING_VERSION={version}")
-    link_args = list(libs)
+def flags() -> tuple[list[str], list[str]]:
+    """Of the compiler and of the linker, for both modules."""
+    compile_args = ["-std=gnu11", "-O2", "-g", "-fvisibility=hidden"]
+    link_args = []
     if os.environ.get("AIOZC_WERROR"):
         # cffi's generated glue is compiled with the same flags: only what it itself does is allowed.
         compile_args += ["-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]
@@ -68,22 +66,55 @@ def make() -> FFI:
     if sanitize := os.environ.get("AIOZC_SANITIZE"):
         compile_args += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-O1"]
         link_args.append(f"-fsanitize={sanitize}")
+    return compile_args, link_args
+
+
+def beside(name: str) -> str:
+    return os.path.relpath(HERE / name, ROOT)
+
+
+def make() -> FFI:
+    if not sys.platform.startswith("linux"):
+        raise SystemExit("aiozc: Linux only (io_uring and epoll); there is no build elsewhere")
+    if shutil.which(os.environ.get("CC", "gcc").split()[0]) is None:
+        fail("no C compiler (gcc)")
+    version, cflags, libs = liburing()
+    compile_args, link_args = flags()
     ffi = FFI()
     ffi.cdef(cdef())
     ffi.set_source(
         "aiozc._reactor_c",
         '#include "aiozc.h"',
-        sources=[os.path.relpath(HERE / f"{name}.c", ROOT) for name in SOURCES],
-        include_dirs=[os.path.relpath(HERE, ROOT)],
-        depends=[os.path.relpath(HERE / name, ROOT) for name in ("aiozc.h", "internal.h")],
-        extra_compile_args=compile_args,
-        extra_link_args=link_args,
+        sources=[beside(f"{name}.c") for name in SOURCES],
+        include_dirs=[beside("")],
+        depends=[beside(name) for name in ("aiozc.h", "internal.h")],
+        extra_compile_args=[*compile_args, *cflags, f"-DAZC_LIBURING_VERSION={version}"],
+        extra_link_args=[*libs, *link_args],
     )
     return ffi
 
 
+def make_fast() -> Extension:
+    compile_args, link_args = flags()
+    return Extension(
+        "aiozc._fast",
+        sources=[beside(f"fast/{name}.c") for name in FAST],
+        include_dirs=[beside("")],
+        depends=[beside(name) for name in ("aiozc.h", "fast/fast.h")],
+        extra_compile_args=compile_args,
+        extra_link_args=link_args,
+    )
+
+
 ffibuilder = make()
+fast = make_fast()
 
 if __name__ == "__main__":
     os.chdir(ROOT)
-    ffibuilder.compile(tmpdir=str(ROOT), verbose=bool(os.environ.get("AIOZC_VERBOSE")))
+    verbose = bool(os.environ.get("AIOZC_VERBOSE"))
+    ffibuilder.compile(tmpdir=str(ROOT), verbose=verbose)
+    build = Distribution({"name": "aiozc", "ext_modules": [fast]}).get_command_obj("build_ext")
+    build.inplace = build.force = True
+    build.build_temp = f"build/fast-{sys.implementation.cache_tag}"
+    build.ensure_finalized()
+    build.run()

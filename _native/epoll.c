@@ -25,6 +25,11 @@
 struct ep {
     int fd;
     bool no_pwait2;
+    /* What epoll_wait told and this turn has not come to: the next turn goes on there, so nobody
+     * is passed over. */
+    struct epoll_event ev[BATCH];
+    int n, i;
+    size_t received; /* bytes of streams, this turn */
 };
 
 static struct ep *ep_of(struct azc_reactor *r)
@@ -133,6 +138,7 @@ static void receive(struct conn *c)
     ssize_t n = recv(c->pub.fd, r->bufs + buffer * r->buf_stride, r->buf_size, MSG_DONTWAIT);
     if (n > 0) {
         r->n_spare--;
+        ep_of(r)->received += (size_t)n;
         emit(r, c->pub.token, AZC_EV_RECV, (int32_t)n, buffer);
     } else if (n == 0) {
         c->eof = true;
@@ -218,27 +224,27 @@ static void ready(struct azc_reactor *r, const struct epoll_event *ev)
         poll_fired(c);
 }
 
-static int wait_ready(struct azc_reactor *r, struct epoll_event *ev, int64_t ns)
+static int wait_ready(struct azc_reactor *r, int64_t ns)
 {
     struct ep *e = ep_of(r);
     r->stats.enters++;
 #ifdef SYS_epoll_pwait2
     if (!e->no_pwait2) { /* 5.11: nanoseconds, as the ring has them */
         struct timespec ts = {ns / 1000000000, ns % 1000000000};
-        long n = syscall(SYS_epoll_pwait2, e->fd, ev, BATCH, ns < 0 ? NULL : &ts, NULL, 0);
+        long n = syscall(SYS_epoll_pwait2, e->fd, e->ev, BATCH, ns < 0 ? NULL : &ts, NULL, 0);
         if (n >= 0 || errno != ENOSYS)
             return n < 0 ? -errno : (int)n;
         e->no_pwait2 = true;
     }
 #endif
     int64_t ms = ns < 0 ? -1 : (ns + 999999) / 1000000;
-    int n = epoll_wait(e->fd, ev, BATCH, ms > 86400000 ? 86400000 : (int)ms);
+    int n = epoll_wait(e->fd, e->ev, BATCH, ms > 86400000 ? 86400000 : (int)ms);
     return n < 0 ? -errno : n;
 }
 
 static int epoll_wait_turn(struct azc_reactor *r, int64_t timeout_ns)
 {
-    struct epoll_event ev[BATCH];
+    struct ep *e = ep_of(r);
     struct timespec t0, t1;
     bool sleeping = timeout_ns > 0;
     if (sleeping)
@@ -246,11 +252,16 @@ static int epoll_wait_turn(struct azc_reactor *r, int64_t timeout_ns)
     for (;;) {
         flush(r);
         int64_t ns = anything(r) || r->dirty ? 0 : timeout_ns;
-        int n = wait_ready(r, ev, ns);
-        if (n < 0)
-            return n;
-        for (int i = 0; i < n; i++)
-            ready(r, &ev[i]);
+        if (e->i == e->n) {
+            int n = wait_ready(r, ns);
+            if (n < 0)
+                return n;
+            e->n = n;
+            e->i = 0;
+        }
+        e->received = 0;
+        while (e->i < e->n && e->received < TURN_BYTES)
+            ready(r, &e->ev[e->i++]);
         if (anything(r) || !timeout_ns)
             return 0;
         if (sleeping) {

@@ -26,6 +26,9 @@
 /* asyncio's limits of a write buffer, where nobody set others. */
 #define HIGH_WATER (64u << 10)
 #define LOW_WATER (16u << 10)
+/* Received bytes that one turn hands out, at least: more of them would not be in the cache any more
+ * when their protocol reads them (bench/peers.py, row echo-64KiB-x64). */
+#define TURN_BYTES (256u << 10)
 /* A zero-copy stack is closed by MSG_EOR each so many bytes, else notifications starve. */
 #define EOR_BYTES (64u << 10)
 /* Parts smaller than this on average are copied: each is charged a page at the receiver, whose
@@ -209,7 +212,7 @@ struct azc_reactor {
     void *be_data;
     struct table ops, reqs, conns;
     struct slab slab;
-    struct conn *dirty;
+    struct conn *dirty, *dirty_tail; /* first in, first out: who was refused is served first */
     char *bufs;
     size_t bufs_bytes, buf_size, buf_stride;
     uint32_t n_bufs;

@@ -101,8 +101,12 @@ void mark_dirty(struct conn *c)
     if (c->dirty)
         return;
     c->dirty = true;
-    c->dirty_next = c->r->dirty;
-    c->r->dirty = c;
+    c->dirty_next = NULL;
+    if (c->r->dirty)
+        c->r->dirty_tail->dirty_next = c;
+    else
+        c->r->dirty = c;
+    c->r->dirty_tail = c;
 }
 
 /* Tell Python what it asked to be told, once. */
@@ -373,6 +377,7 @@ azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind, int family)
     c->kept_fd = -1;
     c->pub.token = c->slot.token;
     c->pub.fd = fd;
+    c->pub.address = (uintptr_t)&c->pub;
     c->pub.kind = (uint8_t)kind;
     c->pub.high = HIGH_WATER;
     c->pub.low = LOW_WATER;
@@ -655,4 +660,16 @@ int azc_withdraw(azc_conn *pub, azc_op *op)
     op_forget(c->r, op);
     conn_notify(c);
     return 1;
+}
+
+static void *owner(azc_reactor *r, uint64_t token)
+{
+    struct conn *c = table_get(&r->conns, token);
+    return c && !c->closed ? c->pub.owner : NULL;
+}
+
+const azc_api *azc_api_table(void)
+{
+    static const azc_api table = {azc_wait, azc_write, azc_submit, azc_take_released, owner};
+    return &table;
 }

@@ -59,6 +59,7 @@
  * looked at after so many harvests. */
 #define GIVEN_MIN 8
 #define GIVEN_WINDOW 1024
+#define GIVEN_BYTES (768u << 10)
 
 struct uring {
     struct io_uring ring;
@@ -71,6 +72,7 @@ struct uring {
     /* Receive buffers that the kernel has; how many it should have, and the most that one harvest
      * took since that was looked at. */
     uint32_t given, wanted, peak, harvests;
+    uint64_t received; /* bytes in the buffers of this harvest */
 };
 
 static struct uring *uring_of(struct azc_reactor *r)
@@ -143,8 +145,9 @@ static void adjust_buffers(struct azc_reactor *r, uint32_t taken, bool refused)
     u->given -= taken;
     if (taken > u->peak)
         u->peak = taken;
-    if (refused && u->wanted < r->n_bufs)
+    if (refused && u->wanted < r->n_bufs && u->received < GIVEN_BYTES)
         u->wanted *= 2;
+    u->received = 0;
     if (++u->harvests < GIVEN_WINDOW)
         return;
     if (u->peak * 2 < u->wanted)
@@ -428,8 +431,10 @@ static unsigned harvest(struct azc_reactor *r)
     io_uring_for_each_cqe(&u->ring, head, cqe)
     {
         n++;
-        if (cqe->flags & IORING_CQE_F_BUFFER)
+        if (cqe->flags & IORING_CQE_F_BUFFER) {
             taken++;
+            u->received += cqe->res > 0 ? (uint32_t)cqe->res : 0;
+        }
         if (UD_TYPE(cqe->user_data) == UD_CONN)
             on_conn(r, UD_TOKEN(cqe->user_data), cqe->res, cqe->flags);
         else if (UD_TYPE(cqe->user_data) == UD_REQ)

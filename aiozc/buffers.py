@@ -1,12 +1,13 @@
 """What may be sent, and how it is held.
 
 Owns: the rules by which a buffer is taken by reference, locked or refused. Called by the transports.
+Many parts at once are locked by `_fast.Parts`, by the same rules.
 Never: copies (the native side does), or holds anything itself.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ._reactor_c import ffi
 
@@ -52,16 +53,23 @@ def export(obj: Any) -> Any:
     try:
         # A view of our own over the same memory: the caller may release his at once.
         return _from_buffer(memoryview(obj) if type(obj) is memoryview else obj)
-    except TypeError:
+    except (TypeError, BufferError, ValueError) as exc:
+        refuse(obj, exc)
+
+
+def refuse(obj: Any, exc: Exception) -> NoReturn:
+    """Say why `obj` cannot be sent, and what to do. `exc`: what taking its buffer raised."""
+    if isinstance(exc, TypeError):
         raise TypeError(
             f"a bytes-like object is needed, not {type(obj).__name__!r}; "
             "encode text with .encode(), or pass memoryview(obj)"
         ) from None
-    except (BufferError, ValueError) as exc:
+    if isinstance(exc, (BufferError, ValueError)):
         raise BufferError(
             f"the buffer of {type(obj).__name__!r} cannot be sent as it lies in memory ({exc}); "
             "pass a C-contiguous copy, such as bytes(obj) or numpy.ascontiguousarray(obj)"
         ) from None
+    raise exc
 
 
 def immutable(obj: memoryview) -> bool:

@@ -10,6 +10,8 @@ against the running Python.
     StreamReader._buffer, ._maybe_resume_transport
                                                 read_into takes what is buffered first
     `context` of _start_serving and others      passed from 3.15 on
+    Handle._callback, ._args, ._context, ._cancelled, ._run; format_helpers._format_callback_source
+                                                fast/turn.c runs ready handles itself
 
 On the loop (loop.py overrides): _make_socket_transport, _make_ssl_transport, _make_datagram_transport,
 _start_serving, _stop_serving, _accept_connection2 (called), _sock_connect, _run_once, _process_events,
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from asyncio import base_events, constants, selector_events, sslproto
+from asyncio import base_events, constants, format_helpers, selector_events, sslproto
 from asyncio.transports import _FlowControlMixin
 from typing import Any
 
@@ -39,6 +41,7 @@ __all__ = [
     "context_keyword",
     "detach",
     "patch_stream_writer",
+    "report_callback_error",
 ]
 
 FlowControlMixin: Any = _FlowControlMixin
@@ -59,6 +62,19 @@ _HAS_CONTEXT = (  # from 3.15 on transports, servers and accepting pass one
 
 def context_keyword(context: Any) -> dict[str, Any]:
     return {"context": context} if _HAS_CONTEXT else {}
+
+
+def report_callback_error(handle: Any, exc: BaseException) -> None:
+    """What Handle._run does with an exception of its callback."""
+    source = format_helpers._format_callback_source(handle._callback, handle._args)
+    context = {
+        "message": f"Exception in callback {source}",
+        "exception": exc,
+        "handle": handle,
+    }
+    if handle._source_traceback:
+        context["source_traceback"] = handle._source_traceback
+    handle._loop.call_exception_handler(context)
 
 
 def attach(server: Any, transport: Any) -> None:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextvars
-import heapq
-import math
 import socket
 import warnings
 from asyncio import events
@@ -20,9 +18,8 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import hooks
-from ._reactor_c import lib
 from .capabilities import choose
-from .reactor import MAX_WAIT, Reactor, ReactorSelector
+from .reactor import Reactor, ReactorSelector
 from .settings import Settings
 from .stats import ZcStats
 from .transports.connector import Connector
@@ -31,8 +28,6 @@ from .transports.listener import Listener
 from .transports.stream import StreamTransport
 
 _T = TypeVar("_T")
-_wait = lib.azc_wait
-_EVENTS: int = lib.AZC_FIRED_EVENTS
 
 
 class _Dispatch(events.Handle):
@@ -68,7 +63,9 @@ class EventLoop(asyncio.SelectorEventLoop):
         # Whose descriptor is not for add_reader. Where asyncio has a WeakValueDictionary our transports take
         # themselves out, for a weak reference is one of the dearer things of a short connection.
         self._transports: dict[int, Any] = {}
-        self._reactor.handle = _Dispatch(self._reactor.dispatch, (), self, None)
+        self._reactor.handle = self._reactor.core.handle = _Dispatch(
+            self._reactor.core.dispatch, (), self, None
+        )
         hooks.patch_stream_writer()
 
     def _is_wakeup(self, fd: int) -> bool:
@@ -109,53 +106,22 @@ class EventLoop(asyncio.SelectorEventLoop):
     def _run_once(self) -> None:
         """One turn, in asyncio's order: what was ready and descriptors, then the reactor's events, then timers.
 
-        asyncio's own does the same through a selector, a list and a handle. Here a turn that only
-        brings events runs them at once, and what their callbacks schedule runs in the same turn: a
-        loop with one busy connection spends most of its time on turns (bench/peers.py, rows x1).
+        Native (fast/turn.c), but in debug mode, where callbacks are timed, and when the heap of timers is to
+        be cleared. A native turn that only brings events runs them at once, and what their callbacks
+        schedule runs in the same turn: a loop with one busy connection spends most of its time on turns
+        (bench/peers.py, rows x1).
         """
-        scheduled, ready, reactor = self._scheduled, self._ready, self._reactor
-        cancelled = self._timer_cancelled_count
-        if (
-            self._debug  # callbacks are timed
-            or reactor._batch is not None  # an exception left it half walked
-            or 2 * cancelled > len(scheduled) > hooks.MIN_SCHEDULED  # time to clear the heap
-        ):
+        if not self._reactor.core.turn(self, hooks.MIN_SCHEDULED):
             super()._run_once()  # type: ignore[misc]
-            return
-        while scheduled and scheduled[0]._cancelled:
-            heapq.heappop(scheduled)._scheduled = False
-            self._timer_cancelled_count -= 1
-        if ready or self._stopping:
-            ns = 0
-        elif scheduled:
-            left = scheduled[0]._when - self.time()
-            ns = int(min(left, MAX_WAIT) * 1e9) + 1 if left > 0 else 0
-        else:
-            ns = -1
-        fired = _wait(reactor.native, ns)
-        if fired:
-            if not ready and 0 < fired <= _EVENTS:
-                reactor.run(fired)
-            else:
-                self._process_events(self._selector.finish(fired))
-        if scheduled:
-            now = self.time()
-            end = now + max(self._clock_resolution, math.ulp(now))
-            while scheduled and scheduled[0]._when < end:
-                handle = heapq.heappop(scheduled)
-                handle._scheduled = False
-                ready.append(handle)
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            if not handle._cancelled:
-                handle._run()
-        # An exception that an event's callback keeps refers to this frame, and so to the handle.
-        handle = None
+
+    def _fired(self, fired: int) -> None:
+        """The native turn's wait answered more than plain events: descriptors, a signal, an error."""
+        self._process_events(self._selector.finish(fired))
 
     def _process_events(self, event_list: list[Any]) -> None:
         if event_list:
             super()._process_events(event_list)  # type: ignore[misc]
-        if self._reactor._batch is not None:
+        if self._reactor.core.pending:
             self._ready.append(self._reactor.handle)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Owns the native reactor and everything that its events refer to; hands the events out.
 
-Made by loop.py, one a loop. `select` is the loop's selector call, `dispatch` runs as one handle behind the
-handles that are already ready, as asyncio's own reader callbacks do. A batch of events is an iterator that
-survives any exception: what SystemExit from one callback left in it, the next run goes on with.
+Made by loop.py, one a loop. `select` is the loop's selector call, `core.dispatch` runs as one handle behind
+the handles that are already ready, as asyncio's own reader callbacks do. A batch of events
+survives any exception: what SystemExit from one callback left in it, the next run goes on with (fast/turn.c).
 
 `held` keeps every buffer that the native side may still hand to the kernel, by token. The dictionary has
 one C reference more than Python knows of, given back only when it is empty at close: so neither a
@@ -14,14 +14,16 @@ Never: called from another thread than the one that runs the loop.
 from __future__ import annotations
 
 import ctypes
+import heapq
 import os
 import selectors
-import struct
+from asyncio import events
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import stats
+from . import _fast, hooks, stats
 from ._reactor_c import ffi, lib
+from .buffers import Frozen, refuse
 from .operation import Operation, OperationState
 
 if TYPE_CHECKING:
@@ -30,19 +32,18 @@ if TYPE_CHECKING:
     from .capabilities import Capabilities
     from .settings import Settings
 
-_EVENT = struct.Struct("=QiHH")
-_EVENT_SIZE = _EVENT.size
-_RECV: int = lib.AZC_EV_RECV
-_ACCEPT: int = lib.AZC_EV_ACCEPT
-_WRITE: int = lib.AZC_EV_WRITE
-_SENT: int = lib.AZC_EV_SENT
-_RELEASED_OP: int = lib.AZC_EV_RELEASED
+
+def address(pointer: Any) -> int:
+    return int(ffi.cast("uintptr_t", pointer))
+
+
 _EVENTS: int = lib.AZC_FIRED_EVENTS
 _POLL: int = lib.AZC_FIRED_POLL
 _WAKE: int = lib.AZC_FIRED_WAKE
 _RELEASED: int = lib.AZC_FIRED_RELEASED
 MAX_WAIT = 24 * 3600.0  # seconds
 _wait = lib.azc_wait
+_fast.bind(address(lib.azc_api_table()), Frozen, refuse)
 
 _incref = ctypes.pythonapi.Py_IncRef
 _decref = ctypes.pythonapi.Py_DecRef
@@ -89,17 +90,25 @@ class Reactor:
         self.woken = False  # there is a byte in the loop's wake-up socket
         self.held: dict[int, Any] = {}
         _incref(self.held)
-        self._batch: Iterator[tuple[int, int, int, int]] | None = None
         self._lingering = False  # azc_linger is to be called again
-        self._events = memoryview(
-            ffi.buffer(lib.azc_events(self.native), lib.AZC_EVENTS * _EVENT.size)
-        )
         size, stride = ffi.new("size_t *"), ffi.new("size_t *")
         memory = lib.azc_recv_memory(self.native, size, stride)
         self.memory = memoryview(ffi.buffer(memory, size[0]))
         self.stride: int = stride[0]
         self._stats = lib.azc_stats_of(self.native)
-        self._tokens = ffi.new("uint64_t[512]")
+        self.core = _fast.Core(
+            address(self.native),
+            address(lib.azc_events(self.native)),
+            address(memory),
+            self.stride,
+            self.conns,
+            self.held,
+            hooks.report_callback_error,
+            events.Handle,
+            events.TimerHandle,
+            heapq.heappop,
+            MAX_WAIT,
+        )
 
     # -- runs --
 
@@ -119,71 +128,10 @@ class Reactor:
                 _check(rc, "aiozc: waiting failed")
             return 0
         if rc & _RELEASED:
-            self._drop_released()
-        n = rc & _EVENTS
-        if n:
-            self._batch = _EVENT.iter_unpack(self._events[: n * _EVENT_SIZE])
+            self.core.drop_released()
+        if n := rc & _EVENTS:
+            self.core.begin(n)
         return rc
-
-    def _drop_released(self) -> None:
-        tokens, held = self._tokens, self.held
-        while n := lib.azc_take_released(self.native, tokens, 512):
-            for token in ffi.unpack(tokens, n):
-                held.pop(token, None)
-
-    def run(self, n: int) -> None:
-        """azc_wait answered n events and nothing else: run their callbacks now."""
-        self._batch = _EVENT.iter_unpack(self._events[: n * _EVENT_SIZE])
-        self.dispatch()
-
-    def dispatch(self) -> None:
-        """Run the callbacks of the batch. Only SystemExit and KeyboardInterrupt leave it."""
-        if self._batch is None:
-            return
-        conns = self.conns
-        for token, res, kind, arg in self._batch:
-            if kind == _RECV:
-                transport = conns.get(token)
-                if transport is None:
-                    continue
-                if res > 0 and transport._fast:
-                    start = arg * self.stride
-                    try:
-                        transport._run(
-                            transport._protocol.data_received,
-                            self.memory[start : start + res].tobytes(),
-                        )
-                    except (SystemExit, KeyboardInterrupt):
-                        raise
-                    except BaseException as exc:
-                        transport._fatal_error(
-                            exc, "Fatal error: protocol.data_received() call failed."
-                        )
-                else:
-                    transport._on_recv(res, arg * self.stride)
-            elif kind == _WRITE:
-                transport = conns.get(token)
-                if transport is not None:
-                    transport._on_write(res, arg)
-            elif kind == _ACCEPT:
-                listener = conns.get(token)
-                if listener is not None:
-                    listener._on_accept(res)
-                elif res >= 0:
-                    os.close(res)
-            elif kind == _SENT:
-                op = self.held.get(token)
-                if op is not None:
-                    op._on_sent()
-            elif kind == _RELEASED_OP:
-                op = self.held.pop(token, None)
-                if op is not None:
-                    op._finish()
-            else:  # a datagram, or its error
-                transport = conns.get(token)
-                if transport is not None:
-                    transport._on_datagram(res, arg * self.stride)
-        self._batch = None
 
     # -- connections and operations --
 
@@ -215,10 +163,11 @@ class Reactor:
         if lib.azc_linger(self.native, int(self.settings.zc_linger * 1e9)):
             self._linger()
 
-    def admit(self, conn: Any, native: Any, keep: Any) -> Operation:
-        """The Operation for a native one that was just queued."""
-        if native == ffi.NULL:
+    def admit(self, conn: Any, at: int, keep: Any) -> Operation:
+        """The Operation for a native one that was just queued; `at`: its address."""
+        if not at:
             raise MemoryError("aiozc: no memory for an operation; nothing was queued")
+        native = ffi.cast("azc_op *", at)
         op = Operation(self.loop, self, conn, native, keep)
         self.held[native.token] = op
         return op
@@ -260,9 +209,9 @@ class Reactor:
                 owner._loop_closed()  # what is queued, and not with the kernel, is given up
         self.conns.clear()
         while True:
-            self.dispatch()
+            self.core.dispatch()
             self.take(lib.azc_take_events(self.native))
-            if self._batch is None:
+            if not self.core.pending:
                 break
         self._stats = ffi.new("azc_stats *", self._stats[0])
         for op in self.held.values():
@@ -270,7 +219,6 @@ class Reactor:
                 op._orphan()
         left = int(lib.azc_close(self.native))
         self.native = None
-        self._events.release()
         self.memory.release()
         if not left:
             self.held.clear()
@@ -328,7 +276,7 @@ class ReactorSelector(selectors.BaseSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         reactor = self._reactor
-        if reactor._batch is not None:
+        if reactor.core.pending:
             return []  # an exception left it half walked: first the rest
         # One turn. This runs each time round the loop: no call more than needed.
         if timeout is None:

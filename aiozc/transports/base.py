@@ -20,7 +20,7 @@ from asyncio.log import logger
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .. import hooks
+from .. import _fast, hooks
 from .._reactor_c import lib
 
 if TYPE_CHECKING:
@@ -49,15 +49,15 @@ class _Gone:
     zc_ok = path = adaptive = 0
 
 
-class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignore[misc]
-    """asyncio.Transport on a native connection."""
+class NativeTransport(_fast.transport_base((hooks.FlowControlMixin, asyncio.Transport))):  # type: ignore[misc]
+    """asyncio.Transport on a native connection. Its base has the fields that every event reads."""
 
     _kind: int
     _errors_are_events = False  # connection_lost must not come ahead of them
     # What most connections never change is kept here once, not in each of them.
     _sock: socket.socket | None = None
     _loop: Any
-    _protocol: Any = None
+    _protocol: Any
     _protocol_connected = False
     _protocol_paused = False
     _high_water, _low_water = hooks.HIGH_WATER, hooks.LOW_WATER  # the native side's defaults, too
@@ -83,7 +83,8 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         fd = self._sock_fd = sock.fileno()
         self._loop = loop
         self._reactor = reactor = loop._reactor
-        self._conn: Any = reactor.open(fd, self._kind, self, family)
+        conn = self._conn = reactor.open(fd, self._kind, self, family)
+        self._bind(conn.address)
         if extra is None:
             extra = {}
         self._extra = extra
@@ -95,10 +96,8 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
             extra["peername"] = _name(sock.getpeername)
         self._sock = sock
         self._server = server
-        self._open = True  # write() may queue: nothing of what forbids it happened
         # As CPython from 3.15 on, and uvloop: what the loop calls of a protocol runs in one context.
         self._context = contextvars.copy_context() if context is None else context
-        self._run = self._context.run
         self.set_protocol(protocol)
         if server is not None:
             hooks.attach(server, self)
@@ -153,6 +152,10 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
         if self._conn.token:
             (lib.azc_conn_start if wanted else lib.azc_conn_stop)(self._conn)
 
+    def _write(self, data: Any) -> None:
+        """What write() does not do by itself."""
+        raise NotImplementedError
+
     # -- flow control --
 
     def get_write_buffer_size(self) -> int:
@@ -170,7 +173,7 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
 
     def _on_write(self, res: int, what: int) -> None:
         """The native side tells what `notify` asked for, or that sending is over."""
-        self._run(self._sent_some, res, what)
+        self._context.run(self._sent_some, res, what)
 
     def _sent_some(self, res: int, what: int) -> None:
         if self._conn_lost:
@@ -247,6 +250,7 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
     def _loop_closed(self) -> None:
         """The loop ends with this transport open: as asyncio does, leave the socket to __del__."""
         conn, self._conn = self._conn, _Gone()
+        self._unbind()
         self._lose()
         self._reactor.close_conn(conn, errno.ECONNABORTED)
         self._unlist()
@@ -262,6 +266,7 @@ class NativeTransport(hooks.FlowControlMixin, asyncio.Transport):  # type: ignor
                 self._protocol.connection_lost(exc)
         finally:
             conn, self._conn = self._conn, _Gone()
+            self._unbind()
             self._reactor.close_conn(conn, errno.ECONNABORTED)
             self._unlist()
             sock, self._sock = self._sock, None

@@ -59,7 +59,7 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
             return  # while closing, the errors of what is still sent are told, as asyncio does
         try:
             if res < 0:
-                self._run(self._protocol.error_received, os_error(res))
+                self._context.run(self._protocol.error_received, os_error(res))
                 return
             memory = self._reactor.memory
             namelen, _, size, _ = _HEADER.unpack_from(memory, start)
@@ -68,7 +68,7 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
             if address is None:
                 address = self._learn(name)
             data = bytes(memory[start + _DATA_AT : start + _DATA_AT + size])
-            self._run(self._protocol.datagram_received, data, address)
+            self._context.run(self._protocol.datagram_received, data, address)
         except (SystemExit, KeyboardInterrupt):
             raise
         except BaseException as exc:

@@ -5,7 +5,8 @@ Owns: what base.py does not: receiving, the byte queue, end of file, zero-copy o
 
 Receiving: data arrives as events, copied out of the reactor's buffers. While reading is paused, what had
 arrived already waits in `_held`, in order, with end of file (b"") and errors (OSError) in their place.
-`_fast` says that none of this applies, and the reactor calls data_received itself.
+`_fast` says that none of this applies, and the native turn calls the protocol itself: data_received (1), or
+get_buffer and buffer_updated (2).
 Sending: everything goes through the native queue, in call order. Small writes are copied into it, large
 ones are sent at once, and what the socket does not take is held by reference if nobody can change it
 (exact bytes, read-only views of bytes, aiozc.frozen), or copied.
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Union
 
 from .. import hooks
+from .._fast import Parts
 from .._reactor_c import ffi, lib
 from ..buffers import Frozen, export, immutable
 from ..operation import Operation, path_name
@@ -35,7 +37,7 @@ from .base import NativeTransport, notify, os_error
 if TYPE_CHECKING:
     from ..loop import EventLoop
 
-_write = lib.azc_write
+_native_write = lib.azc_write
 _from_buffer = ffi.from_buffer
 
 Sendable = Union["bytes", "bytearray", "memoryview", Frozen, Sequence[Any], Any]
@@ -113,6 +115,7 @@ class StreamTransport(NativeTransport):
         if family is None:
             family = int(sock.family)
         super().__init__(loop, sock, protocol, waiter, extra, server, family, context, at_once)
+        self._open = True  # write() may queue: nothing of what forbids it happened
 
     # -- protocol and information --
 
@@ -155,9 +158,10 @@ class StreamTransport(NativeTransport):
 
     def _review(self) -> None:
         """After any change of what receiving depends on."""
-        self._fast = not (
-            self._paused or self._closing or self._held or self._buffered or self._sink
-        )
+        if self._paused or self._closing or self._held or self._sink:
+            self._fast = 0
+        else:
+            self._fast = 2 if self._buffered else 1
 
     # -- receiving --
 
@@ -193,9 +197,9 @@ class StreamTransport(NativeTransport):
             else:
                 self._holding().append(b"" if res == 0 else os_error(res))
         elif view is not None:
-            self._run(self._deliver, view)
+            self._context.run(self._deliver, view)
         else:
-            self._run(self._end_of_data, None if res == 0 else os_error(res))
+            self._context.run(self._end_of_data, None if res == 0 else os_error(res))
 
     def _set_sink(self, sink: Sink | None) -> None:
         self._sink = sink
@@ -206,11 +210,11 @@ class StreamTransport(NativeTransport):
             while self._held and not self._paused and not self._closing:
                 item = self._held.popleft()
                 if isinstance(item, OSError):
-                    self._run(self._end_of_data, item)
+                    self._context.run(self._end_of_data, item)
                 elif item:
-                    self._run(self._deliver, memoryview(item))
+                    self._context.run(self._deliver, memoryview(item))
                 else:
-                    self._run(self._end_of_data, None)
+                    self._context.run(self._end_of_data, None)
         finally:
             # SystemExit out of the protocol: the next run goes on with the rest.
             if self._held and not self._paused and not self._closing:
@@ -259,6 +263,10 @@ class StreamTransport(NativeTransport):
         self._holding().appendleft(bytes(view))
         self._review()
 
+    def _hold_at(self, n: int, start: int) -> None:
+        """SystemExit out of a BufferedProtocol: what it did not take."""
+        self._hold_rest(self._reactor.memory[start : start + n])
+
     def _holding(self) -> collections.deque[bytes | OSError]:
         if not self._held:
             self._held = collections.deque()
@@ -284,11 +292,8 @@ class StreamTransport(NativeTransport):
 
     # -- sending --
 
-    def write(self, data: Any) -> None:
-        if type(data) is bytes and self._open:  # what nearly every call is
-            if _write(self._conn, data, len(data), True):
-                self._look(data)
-            return
+    def _write(self, data: Any) -> None:
+        """write() of what is not bytes, or on a transport that is not open any more."""
         if type(data) is bytes:
             kept: Any = data
             by_reference = True
@@ -312,7 +317,7 @@ class StreamTransport(NativeTransport):
                 logger.warning("socket.send() raised exception.")
             self._conn_lost += 1
             return
-        if _write(self._conn, kept, n, by_reference):
+        if _native_write(self._conn, kept, n, by_reference):
             self._look(kept)
 
     @staticmethod
@@ -418,18 +423,10 @@ class StreamTransport(NativeTransport):
         if self._empty_waiter is not None:
             raise RuntimeError("unable to write; sendfile is in progress")
         conn, loop = self._conn, self._loop
-        if type(data) is not list and type(data) is not tuple:
-            keep = export(data)
-            if not len(keep):
-                return Operation.finished(loop)
-            native = lib.azc_submit_one(conn, keep, len(keep))
-        else:
-            keep = [export(part) for part in data]
-            parts = ffi.new("azc_iov[]", [(part, len(part)) for part in keep])
-            if not any(part.len for part in parts):
-                return Operation.finished(loop)
-            native = lib.azc_submit(conn, parts, len(keep))
-        op = self._reactor.admit(conn, native, keep)
+        keep = data if type(data) is Parts else Parts(data)
+        if not keep.nbytes:
+            return Operation.finished(loop)
+        op = self._reactor.admit(conn, keep.submit(self), keep)
         if conn.unsent > self._high_water:
             self._maybe_pause_protocol()
         return op
@@ -500,7 +497,7 @@ class StreamTransport(NativeTransport):
 
     def _stopped(self) -> None:
         self._held = ()
-        self._fast = False
+        self._fast = 0
 
     def _release_sink(self) -> None:
         if self._sink is not None:

@@ -1,0 +1,87 @@
+/* fast.h - what the files of aiozc._fast share: the part of the loop that runs once an event.
+ *
+ * aiozc._fast is a CPython extension beside the cffi module: it calls the same reactor through the
+ * function table azc_api, and does in C what Python would do for every event, write and callback.
+ * It has no policy: whatever is not the common case is a call of the Python method that knows.
+ * Files: module.c (names, errors), transport.c (base type of the transports, write), turn.c (one
+ * turn of the loop, the walk over its events), parts.c (buffers locked for an operation).
+ *
+ * Never: keeps a borrowed reference over a call into Python; lets an exception pass but SystemExit
+ * and KeyboardInterrupt (turn.c reports the others as asyncio does).
+ */
+#ifndef AIOZC_FAST_H
+#define AIOZC_FAST_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "aiozc.h"
+
+/* ---- module.c ---- */
+
+extern const azc_api *api; /* the reactor's functions; set once by bind() */
+
+/* Interned names of attributes and methods. */
+#define NAMES(X)                                                                                   \
+    X(_debug)                                                                                      \
+    X(_stopping)                                                                                   \
+    X(_scheduled)                                                                                  \
+    X(_ready)                                                                                      \
+    X(_timer_cancelled_count)                                                                      \
+    X(_clock_resolution)                                                                           \
+    X(_cancelled)                                                                                  \
+    X(_when)                                                                                       \
+    X(_run)                                                                                        \
+    X(time)                                                                                        \
+    X(append)                                                                                      \
+    X(popleft)                                                                                     \
+    X(_fired)                                                                                      \
+    X(data_received)                                                                               \
+    X(get_buffer)                                                                                  \
+    X(buffer_updated)                                                                              \
+    X(_fatal_error)                                                                                \
+    X(_on_recv)                                                                                    \
+    X(_hold_at)                                                                                    \
+    X(_on_write)                                                                                   \
+    X(_on_accept)                                                                                  \
+    X(_on_datagram)                                                                                \
+    X(_on_sent)                                                                                    \
+    X(_finish)                                                                                     \
+    X(_look)                                                                                       \
+    X(_write)
+#define DECLARE(name) extern PyObject *n_##name;
+NAMES(DECLARE)
+#undef DECLARE
+
+/* The exception that is set, normalized and with its traceback; nothing is set any more. */
+PyObject *take_exception(void);
+/* Is SystemExit or KeyboardInterrupt set? Those end the run. */
+int must_leave(void);
+PyObject *call1(PyObject *self, PyObject *name, PyObject *arg);
+PyObject *call_ints(PyObject *self, PyObject *name, long a, long b);
+
+/* ---- transport.c ---- */
+
+/* What receiving may do without asking Python: `_fast` of a transport. */
+#define FAST_DATA 1   /* protocol.data_received */
+#define FAST_BUFFER 2 /* protocol.get_buffer and buffer_updated */
+
+struct fields { /* of a transport, behind the slots of asyncio's classes */
+    azc_conn *conn;
+    PyObject *protocol, *context;
+    unsigned char fast; /* FAST_*, or 0: see stream.py's _review */
+    char open;          /* write() may queue */
+};
+
+struct fields *fields_of(PyObject *transport);
+azc_conn *conn_of_transport(PyObject *transport); /* NULL: an exception is set */
+PyObject *transport_base(PyObject *module, PyObject *bases);
+
+/* ---- turn.c, parts.c ---- */
+
+extern PyObject *frozen_type; /* buffers.Frozen */
+extern PyObject *refuse;      /* buffers.refuse(obj, exc): raises what tells the remedy */
+extern PyType_Spec core_spec, parts_spec;
+extern PyTypeObject *core_type, *parts_type;
+
+#endif

@@ -1,0 +1,108 @@
+/* module.c - aiozc._fast: its names, its types, the function table.
+ *
+ * Owns: what is set once for the process. Imported by aiozc/reactor.py, which calls bind() with the
+ * address of the cffi module's azc_api before anything else here is used. One interpreter only, as
+ * cffi's own module.
+ */
+#include "fast.h"
+
+const azc_api *api;
+PyTypeObject *core_type, *parts_type;
+
+#define DEFINE(name) PyObject *n_##name;
+NAMES(DEFINE)
+#undef DEFINE
+
+PyObject *take_exception(void)
+{
+#if PY_VERSION_HEX >= 0x030c0000
+    return PyErr_GetRaisedException();
+#else
+    PyObject *type, *value, *tb;
+    PyErr_Fetch(&type, &value, &tb);
+    PyErr_NormalizeException(&type, &value, &tb);
+    if (tb)
+        PyException_SetTraceback(value, tb);
+    Py_XDECREF(type);
+    Py_XDECREF(tb);
+    return value;
+#endif
+}
+
+int must_leave(void)
+{
+    return PyErr_ExceptionMatches(PyExc_SystemExit) ||
+           PyErr_ExceptionMatches(PyExc_KeyboardInterrupt);
+}
+
+PyObject *call1(PyObject *self, PyObject *name, PyObject *arg)
+{
+    PyObject *args[] = {self, arg};
+    return PyObject_VectorcallMethod(name, args, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+}
+
+PyObject *call_ints(PyObject *self, PyObject *name, long a, long b)
+{
+    PyObject *x = PyLong_FromLong(a), *y = PyLong_FromLong(b), *rc = NULL;
+    PyObject *args[] = {self, x, y};
+    if (x && y)
+        rc = PyObject_VectorcallMethod(name, args, 3 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+    Py_XDECREF(x);
+    Py_XDECREF(y);
+    return rc;
+}
+
+static PyObject *bind(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned long long address;
+    PyObject *frozen, *refusing;
+    if (!PyArg_ParseTuple(args, "KOO:bind", &address, &frozen, &refusing))
+        return NULL;
+    api = (const azc_api *)(uintptr_t)address;
+    Py_XSETREF(frozen_type, Py_NewRef(frozen));
+    Py_XSETREF(refuse, Py_NewRef(refusing));
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"bind", bind, METH_VARARGS,
+     "The address of azc_api, buffers.Frozen, buffers.refuse. Called once, at import."},
+    {"transport_base", transport_base, METH_O,
+     "A class with the given bases and the native fields of a transport."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    "aiozc._fast",
+    "What runs once an event.",
+    -1,
+    functions,
+    NULL,
+    NULL,
+    NULL,
+    NULL,
+};
+
+PyMODINIT_FUNC PyInit__fast(void);
+
+PyMODINIT_FUNC PyInit__fast(void)
+{
+#define INTERN(name)                                                                               \
+    if (!n_##name && !(n_##name = PyUnicode_InternFromString(#name)))                              \
+        return NULL;
+    NAMES(INTERN)
+#undef INTERN
+    PyObject *module = PyModule_Create(&definition);
+    if (!module)
+        return NULL;
+    core_type = (PyTypeObject *)PyType_FromSpec(&core_spec);
+    parts_type = (PyTypeObject *)PyType_FromSpec(&parts_spec);
+    if (!core_type || !parts_type || PyModule_AddType(module, core_type) < 0 ||
+        PyModule_AddType(module, parts_type) < 0) {
+        Py_DECREF(module);
+        return NULL;
+    }
+    return module;
+}

@@ -1,0 +1,180 @@
+/* parts.c - the buffers of one zero-copy operation, locked until it is dropped.
+ *
+ * Owns: a reference to each buffer's exporter, and its addresses. Made by stream.py's zc_write,
+ * kept by the Operation until its release. Locking a part is what many small parts cost most, so
+ * it is a reference alone wherever the exporter has nothing to release (bytes, views of bytes, of
+ * an array, of a pool); everything else (bytearray, mmap, array) gets a memoryview of our own,
+ * which forbids resizing and closing. Either way the caller may release his own view at once.
+ *
+ * Never: copies; lets go of anything before it dies.
+ */
+#include "fast.h"
+
+#include <structmember.h>
+
+typedef struct {
+    PyObject_VAR_HEAD size_t bytes;
+    azc_iov iov[]; /* as many, then as many references */
+} Parts;
+
+PyObject *frozen_type, *refuse;
+
+static PyObject **refs_of(Parts *self)
+{
+    return (PyObject **)(self->iov + Py_SIZE(self));
+}
+
+static int plain_exporter(PyObject *o)
+{
+    PyBufferProcs *b = Py_TYPE(o)->tp_as_buffer;
+    return b && !b->bf_releasebuffer;
+}
+
+/* The lock and where the bytes lie. NULL: not a buffer, or not contiguous. */
+static PyObject *lock(PyObject *o, azc_iov *iov)
+{
+    if (PyBytes_CheckExact(o)) {
+        *iov = (azc_iov){PyBytes_AS_STRING(o), (size_t)PyBytes_GET_SIZE(o)};
+        return Py_NewRef(o);
+    }
+    if (PyMemoryView_Check(o)) {
+        Py_buffer *b = PyMemoryView_GET_BUFFER(o);
+        if (b->obj && plain_exporter(b->obj) && PyBuffer_IsContiguous(b, 'C') &&
+            !(((PyMemoryViewObject *)o)->flags & _Py_MEMORYVIEW_RELEASED)) {
+            *iov = (azc_iov){b->buf, (size_t)b->len};
+            return Py_NewRef(b->obj);
+        }
+    } else if (plain_exporter(o)) {
+        Py_buffer b;
+        if (PyObject_GetBuffer(o, &b, PyBUF_SIMPLE) < 0)
+            return NULL;
+        if (b.obj && plain_exporter(b.obj)) {
+            *iov = (azc_iov){b.buf, (size_t)b.len};
+            return b.obj; /* the reference is ours now: nothing else is there to release */
+        }
+        PyBuffer_Release(&b);
+    }
+    PyObject *view = PyMemoryView_FromObject(o);
+    if (!view)
+        return NULL;
+    Py_buffer *b = PyMemoryView_GET_BUFFER(view);
+    if (!PyBuffer_IsContiguous(b, 'C')) {
+        Py_DECREF(view);
+        PyErr_SetString(PyExc_BufferError, "not C-contiguous");
+        return NULL;
+    }
+    *iov = (azc_iov){b->buf, (size_t)b->len};
+    return view;
+}
+
+/* Of a list, or of one buffer; `frozen` objects stand for what they hold. */
+static int lock_one(Parts *self, Py_ssize_t i, PyObject *o)
+{
+    PyObject *inner = NULL;
+    if ((PyObject *)Py_TYPE(o) == frozen_type) {
+        inner = PyObject_GetAttrString(o, "obj");
+        if (!inner)
+            return -1;
+        o = inner;
+    }
+    PyObject *ref = lock(o, &self->iov[i]);
+    if (!ref && PyErr_ExceptionMatches(PyExc_Exception)) {
+        PyObject *exc = take_exception();
+        PyObject *rc = PyObject_CallFunctionObjArgs(refuse, o, exc, NULL);
+        Py_XDECREF(rc);
+        Py_XDECREF(exc);
+    }
+    Py_XDECREF(inner);
+    if (!ref)
+        return -1;
+    refs_of(self)[i] = ref;
+    self->bytes += self->iov[i].len;
+    return 0;
+}
+
+static PyObject *parts_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    PyObject *data;
+    if (kwargs && PyDict_GET_SIZE(kwargs))
+        return PyErr_Format(PyExc_TypeError, "Parts() takes no keyword arguments");
+    if (!PyArg_ParseTuple(args, "O:Parts", &data))
+        return NULL;
+    int many = PyList_CheckExact(data) || PyTuple_CheckExact(data);
+    Py_ssize_t n = many ? PySequence_Fast_GET_SIZE(data) : 1;
+    Parts *self = (Parts *)type->tp_alloc(type, n);
+    if (!self)
+        return NULL;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (many && i >= PySequence_Fast_GET_SIZE(data))
+            break; /* an exporter's own code shortened the list */
+        PyObject *o = Py_NewRef(many ? PySequence_Fast_GET_ITEM(data, i) : data);
+        int rc = lock_one(self, i, o);
+        Py_DECREF(o);
+        if (rc < 0) {
+            Py_DECREF(self);
+            return NULL;
+        }
+    }
+    return (PyObject *)self;
+}
+
+static int parts_traverse(Parts *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    for (Py_ssize_t i = 0; i < Py_SIZE(self); i++)
+        Py_VISIT(refs_of(self)[i]);
+    return 0;
+}
+
+static void parts_dealloc(Parts *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    for (Py_ssize_t i = 0; i < Py_SIZE(self); i++)
+        Py_XDECREF(refs_of(self)[i]);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* submit(transport) -> address of the azc_op, 0: no memory, nothing queued. */
+static PyObject *parts_submit(Parts *self, PyObject *transport)
+{
+    azc_conn *conn = conn_of_transport(transport);
+    if (!conn)
+        return NULL;
+    return PyLong_FromVoidPtr(api->submit(conn, self->iov, (size_t)Py_SIZE(self)));
+}
+
+static Py_ssize_t parts_len(Parts *self)
+{
+    return Py_SIZE(self);
+}
+
+static PyMethodDef parts_methods[] = {
+    {"submit", (PyCFunction)parts_submit, METH_O,
+     "Queue them as one operation; the address of its azc_op, or 0: no memory, nothing queued."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef parts_members[] = {
+    {"nbytes", T_PYSSIZET, offsetof(Parts, bytes), READONLY, "Bytes in all parts together."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot parts_slots[] = {
+    {Py_tp_new, parts_new},
+    {Py_tp_traverse, parts_traverse},
+    {Py_tp_dealloc, parts_dealloc},
+    {Py_tp_methods, parts_methods},
+    {Py_tp_members, parts_members},
+    {Py_sq_length, parts_len},
+    {0, NULL},
+};
+
+PyType_Spec parts_spec = {
+    .name = "aiozc._fast.Parts",
+    .basicsize = sizeof(Parts),
+    .itemsize = sizeof(azc_iov) + sizeof(PyObject *),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = parts_slots,
+};

@@ -1,0 +1,161 @@
+/* transport.c - the base type of the transports: the fields that every event reads, and write().
+ *
+ * Owns: the native connection's pointer of a transport, from _bind to _unbind. The type is made at
+ * import on asyncio's own classes (base.py), whose instances are slots only; its fields lie behind
+ * them. So isinstance(transport, asyncio.Transport) holds, and a message costs no look-up.
+ *
+ * Never: uses the connection after _unbind, which comes before azc_conn_close.
+ */
+#include "fast.h"
+
+#include <structmember.h>
+
+#define GIL_BYTES 16384 /* azc_write copies smaller writes; larger ones may be a system call */
+
+static Py_ssize_t base_size;
+static PyTypeObject *base_type;
+
+struct fields *fields_of(PyObject *transport)
+{
+    return (struct fields *)((char *)transport + base_size);
+}
+
+azc_conn *conn_of_transport(PyObject *transport)
+{
+    if (!base_type || !PyObject_TypeCheck(transport, base_type)) {
+        PyErr_SetString(PyExc_TypeError, "not a transport of aiozc");
+        return NULL;
+    }
+    azc_conn *conn = fields_of(transport)->conn;
+    if (!conn)
+        PyErr_SetString(PyExc_ConnectionResetError, "the transport is closed");
+    return conn;
+}
+
+/* The slots of asyncio's classes: their own traverse cannot be called from here (it begins at the
+ * object's type again). */
+static PyObject **slots_of(PyObject *self)
+{
+    return (PyObject **)((char *)self + sizeof(PyObject));
+}
+
+static Py_ssize_t slot_count(void)
+{
+    return (base_size - (Py_ssize_t)sizeof(PyObject)) / (Py_ssize_t)sizeof(PyObject *);
+}
+
+static int traverse(PyObject *self, visitproc visit, void *arg)
+{
+    struct fields *f = fields_of(self);
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(f->protocol);
+    Py_VISIT(f->context);
+    for (Py_ssize_t i = 0; i < slot_count(); i++)
+        Py_VISIT(slots_of(self)[i]);
+    return 0;
+}
+
+static int clear(PyObject *self)
+{
+    struct fields *f = fields_of(self);
+    Py_CLEAR(f->protocol);
+    Py_CLEAR(f->context);
+    for (Py_ssize_t i = 0; i < slot_count(); i++)
+        Py_CLEAR(slots_of(self)[i]);
+    return 0;
+}
+
+static void dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    clear(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* write(data): what nearly every call is, bytes on an open transport, is queued here. */
+static PyObject *tr_write(PyObject *self, PyObject *data)
+{
+    struct fields *f = fields_of(self);
+    if (!f->open || !f->conn || !PyBytes_CheckExact(data))
+        return call1(self, n__write, data);
+    Py_ssize_t n = PyBytes_GET_SIZE(data);
+    int rc;
+    if (n > GIL_BYTES) {
+        azc_conn *conn = f->conn;
+        Py_BEGIN_ALLOW_THREADS;
+        rc = api->write(conn, PyBytes_AS_STRING(data), (size_t)n, 1);
+        Py_END_ALLOW_THREADS;
+    } else {
+        rc = api->write(f->conn, PyBytes_AS_STRING(data), (size_t)n, 1);
+    }
+    if (rc)
+        return call1(self, n__look, data);
+    Py_RETURN_NONE;
+}
+
+static PyObject *tr_bind(PyObject *self, PyObject *address)
+{
+    azc_conn *conn = PyLong_AsVoidPtr(address);
+    if (!conn)
+        return PyErr_Occurred() ? NULL : (PyErr_SetString(PyExc_ValueError, "no connection"), NULL);
+    fields_of(self)->conn = conn;
+    conn->owner = self; /* borrowed: reactor.conns holds the transport as long */
+    Py_RETURN_NONE;
+}
+
+static PyObject *tr_unbind(PyObject *self, PyObject *ignored)
+{
+    (void)ignored;
+    struct fields *f = fields_of(self);
+    if (f->conn)
+        f->conn->owner = NULL;
+    f->conn = NULL;
+    f->open = f->fast = 0;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"write", tr_write, METH_O,
+     "Queue bytes, a bytearray, a memoryview, or aiozc.frozen(obj), behind what was written "
+     "before.\n\n"
+     "What the caller changes afterwards is never seen by the peer. RuntimeError: after "
+     "write_eof().\n"
+     "TypeError: not bytes-like. On a lost connection it does nothing, as asyncio's."},
+    {"_bind", tr_bind, METH_O, "The address of the transport's azc_conn."},
+    {"_unbind", tr_unbind, METH_NOARGS, "The connection is about to be closed. Idempotent."},
+    {NULL, NULL, 0, NULL},
+};
+
+PyObject *transport_base(PyObject *module, PyObject *bases)
+{
+    (void)module;
+    static PyMemberDef members[5];
+    if (!PyTuple_Check(bases) || !PyTuple_GET_SIZE(bases) ||
+        !PyType_Check(PyTuple_GET_ITEM(bases, 0))) {
+        PyErr_SetString(PyExc_TypeError, "a tuple of classes is needed");
+        return NULL;
+    }
+    base_size = ((PyTypeObject *)PyTuple_GET_ITEM(bases, 0))->tp_basicsize;
+    members[0] = (PyMemberDef){"_protocol", T_OBJECT,
+                               base_size + (Py_ssize_t)offsetof(struct fields, protocol), 0, NULL};
+    members[1] = (PyMemberDef){"_context", T_OBJECT,
+                               base_size + (Py_ssize_t)offsetof(struct fields, context), 0, NULL};
+    members[2] = (PyMemberDef){"_fast", T_UBYTE,
+                               base_size + (Py_ssize_t)offsetof(struct fields, fast), 0, NULL};
+    members[3] = (PyMemberDef){"_open", T_BOOL,
+                               base_size + (Py_ssize_t)offsetof(struct fields, open), 0, NULL};
+    PyType_Slot slots[] = {
+        {Py_tp_traverse, traverse}, {Py_tp_clear, clear},     {Py_tp_dealloc, dealloc},
+        {Py_tp_methods, methods},   {Py_tp_members, members}, {0, NULL},
+    };
+    PyType_Spec spec = {
+        .name = "aiozc._fast.Transport",
+        .basicsize = (int)(base_size + (Py_ssize_t)sizeof(struct fields)),
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+        .slots = slots,
+    };
+    base_type = (PyTypeObject *)PyType_FromSpecWithBases(&spec, bases);
+    return Py_XNewRef((PyObject *)base_type);
+}

@@ -1,0 +1,433 @@
+"""The native part that runs once an event: turns, handles, buffers locked for an operation."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import gc
+import heapq
+import mmap
+import socket
+import sys
+import weakref
+from asyncio import events
+
+import numpy as np
+import pytest
+
+import aiozc
+from aiozc import _fast
+
+BACKENDS = ["uring", "epoll"]
+
+
+def run(main, **settings):
+    return aiozc.run(main, **settings)
+
+
+class Quiet(asyncio.Protocol):
+    pass
+
+
+def errors_of(loop: asyncio.AbstractEventLoop) -> list[dict]:
+    seen: list[dict] = []
+    loop.set_exception_handler(lambda _, context: seen.append(context))
+    return seen
+
+
+# -- handles --
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_exception_of_a_callback_is_told_as_asyncio_tells_it(backend):
+    def fail(what):
+        raise ValueError(what)
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        seen = errors_of(loop)
+        handle = loop.call_soon(fail, "soon")
+        timer = loop.call_later(0.001, fail, "later")
+        await asyncio.sleep(0.01)
+        return seen, handle, timer
+
+    def told(seen, handle, timer):
+        assert [c["handle"] for c in seen] == [handle, timer]
+        return [(c["message"], repr(c["exception"]), sorted(c)) for c in seen]
+
+    ours = told(*run(main(), backend=backend))
+    assert ours == told(*asyncio.run(main()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_source_traceback_of_a_handle_is_told(backend):
+    async def main():
+        loop = asyncio.get_running_loop()
+        seen = errors_of(loop)
+        loop.set_debug(True)
+        handle = loop.call_soon(lambda: 1 / 0)
+        loop.set_debug(False)
+        await asyncio.sleep(0)
+        assert seen[0]["source_traceback"] is handle._source_traceback
+
+    run(main(), backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_run_method_that_somebody_put_in_place_is_used(backend, monkeypatch):
+    seen = []
+    original = events.Handle._run
+
+    def traced(self):
+        seen.append(self._callback)
+        original(self)
+
+    def mine():
+        seen.append("ran")
+
+    async def main():
+        monkeypatch.setattr(events.Handle, "_run", traced)
+        asyncio.get_running_loop().call_soon(mine)
+        await asyncio.sleep(0.001)
+        monkeypatch.undo()
+
+    run(main(), backend=backend)
+    assert seen[:2] == [mine, "ran"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_handle_that_cancels_the_next_one(backend):
+    ran = []
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        handles = []
+        loop.call_soon(lambda: handles[0].cancel())
+        handles.append(loop.call_soon(ran.append, "cancelled"))
+        loop.call_soon(ran.append, "kept")
+        await asyncio.sleep(0)
+
+    run(main(), backend=backend)
+    assert ran == ["kept"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_callback_keeps_its_arguments_while_it_cancels_itself(backend):
+    seen = []
+
+    async def main():
+        loop = asyncio.get_running_loop()
+
+        def callback(payload):
+            handle.cancel()  # drops the handle's references
+            gc.collect()
+            seen.append(bytes(payload))
+
+        handle = loop.call_soon(callback, bytearray(b"x" * 1000))
+        await asyncio.sleep(0)
+
+    run(main(), backend=backend)
+    assert seen == [b"x" * 1000]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_system_exit_of_a_callback_leaves_the_rest_ready(backend):
+    loop = aiozc.new_event_loop(backend=backend)
+    ran = []
+
+    def leave():
+        raise SystemExit(3)
+
+    loop.call_soon(leave)
+    loop.call_soon(ran.append, 1)
+    with pytest.raises(SystemExit):
+        loop.run_forever()
+    assert ran == []
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+    assert ran == [1]
+    loop.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_timers_run_in_order_and_cancelled_ones_leave_the_heap(backend):
+    order = []
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for i in (3, 1, 2):
+            loop.call_at(now + i / 1000, order.append, i)
+        dropped = [loop.call_at(now + 0.0005, order.append, "never") for _ in range(300)]
+        for handle in dropped:
+            handle.cancel()
+        await asyncio.sleep(0.01)
+        assert not [h for h in loop._scheduled if h._cancelled]
+        assert loop._timer_cancelled_count == 0
+        assert not any(h._scheduled for h in dropped)
+
+    run(main(), backend=backend)
+    assert order == [1, 2, 3]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_million_callbacks_leave_no_reference(backend):
+    async def main():
+        loop = asyncio.get_running_loop()
+        token = object()
+        before = sys.getrefcount(token)
+        done = loop.create_future()
+        left = 20_000
+
+        def again(value):
+            nonlocal left
+            left -= 1
+            if left:
+                loop.call_soon(again, value)
+            else:
+                done.set_result(None)
+
+        for _ in range(50):
+            left = 20_000
+            done = loop.create_future()
+            loop.call_soon(again, token)
+            await done
+        assert sys.getrefcount(token) == before
+
+    run(main(), backend=backend)
+
+
+# -- transports --
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_cycle_through_a_closed_transport_is_collected(backend):
+    async def main():
+        loop = asyncio.get_running_loop()
+        a, b = socket.socketpair()
+        transport, protocol = await loop.create_connection(Quiet, sock=a)
+        protocol.transport = transport
+        transport.set_write_buffer_limits(high=10)
+        gone = weakref.ref(transport)
+        transport.close()
+        await asyncio.sleep(0.01)
+        transport._extra["me"] = transport  # a slot of asyncio's class
+        transport.mine = transport
+        del transport, protocol
+        gc.collect()
+        assert gone() is None
+        b.close()
+
+    run(main(), backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_messages_leave_no_reference(backend):
+    """Ten thousand messages and their events: nothing grows."""
+
+    class Echo(asyncio.Protocol):
+        def connection_made(self, transport):
+            self.transport = transport
+
+        def data_received(self, data):
+            self.transport.write(data)
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        a, b = socket.socketpair()
+        b.setblocking(False)
+        transport, protocol = await loop.create_connection(Echo, sock=a)
+        message = b"m" * 100
+
+        async def some(n):
+            for _ in range(n):
+                await loop.sock_sendall(b, message)
+                assert await loop.sock_recv(b, 1000) == message
+
+        await some(100)
+        gc.collect()
+        before = [sys.getrefcount(x) for x in (transport, protocol, transport._context, message)]
+        blocks = sys.getallocatedblocks()
+        await some(10_000)
+        gc.collect()
+        after = [sys.getrefcount(x) for x in (transport, protocol, transport._context, message)]
+        assert after == before
+        assert sys.getallocatedblocks() - blocks < 200
+        transport.close()
+        b.close()
+
+    run(main(), backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_buffered_protocol_that_leaves_the_run_gets_the_rest_later(backend):
+    got = bytearray()
+
+    class Small(asyncio.BufferedProtocol):
+        exits = 1
+
+        def get_buffer(self, hint):
+            assert hint == -1
+            self.buffer = bytearray(7)
+            return self.buffer
+
+        def buffer_updated(self, n):
+            got.extend(self.buffer[:n])
+            if self.exits:
+                self.exits -= 1
+                raise SystemExit
+
+        def eof_received(self):
+            loop.stop()
+
+    loop = aiozc.new_event_loop(backend=backend)
+    a, b = socket.socketpair()
+    loop.run_until_complete(loop.create_connection(Small, sock=a))
+    b.sendall(bytes(range(100)))
+    with pytest.raises(SystemExit):
+        loop.run_forever()
+    b.close()
+    loop.run_forever()
+    assert got == bytes(range(100))
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("where", ["get_buffer", "empty", "buffer_updated", "not a buffer"])
+def test_an_error_of_a_buffered_protocol_ends_the_transport(backend, where):
+    class Bad(asyncio.BufferedProtocol):
+        lost = None
+
+        def get_buffer(self, hint):
+            if where == "get_buffer":
+                raise ValueError("no")
+            if where == "not a buffer":
+                return "text"
+            return bytearray(0 if where == "empty" else 10)
+
+        def buffer_updated(self, n):
+            raise ValueError("no")
+
+        def connection_lost(self, exc):
+            self.lost = exc
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        seen = errors_of(loop)
+        a, b = socket.socketpair()
+        _, protocol = await loop.create_connection(Bad, sock=a)
+        b.sendall(b"data")
+        await asyncio.sleep(0.02)
+        name = "buffer_updated" if where == "buffer_updated" else "get_buffer"
+        assert [c["message"] for c in seen] == [f"Fatal error: protocol.{name}() call failed."]
+        kinds = {"empty": RuntimeError, "not a buffer": TypeError}
+        assert type(protocol.lost) is kinds.get(where, ValueError)
+        b.close()
+
+    run(main(), backend=backend)
+
+
+# -- parts --
+
+
+def test_parts_lock_what_can_be_resized_and_hold_the_rest():
+    data = bytearray(b"12345")
+    numbers = array.array("i", [1, 2])
+    area = mmap.mmap(-1, 4096)
+    parts = _fast.Parts([data, numbers, area, b"abc", np.arange(3, dtype="u1")])
+    assert len(parts) == 5
+    assert parts.nbytes == 5 + 2 * numbers.itemsize + 4096 + 3 + 3
+    for change in (lambda: data.append(1), lambda: numbers.append(1), area.close):
+        with pytest.raises(BufferError):
+            change()
+    del parts
+    data.append(1)
+    numbers.append(1)
+    area.close()
+
+
+@pytest.mark.parametrize("base", [bytes, bytearray])
+def test_a_view_may_be_released_at_once(base):
+    data = base(b"x" * 100)
+    view = memoryview(data)[10:20]
+    parts = _fast.Parts([view])
+    view.release()
+    assert parts.nbytes == 10
+    if base is bytearray:
+        with pytest.raises(BufferError):
+            data.clear()
+        del parts
+        data.clear()
+
+
+def test_parts_keep_their_exporters_alive():
+    whole = np.zeros(100, "u1")
+    gone = weakref.ref(whole)
+    parts = _fast.Parts(memoryview(whole))
+    del whole
+    assert gone() is not None
+    del parts
+    assert gone() is None
+
+
+def test_a_frozen_object_stands_for_what_it_holds():
+    data = bytearray(b"123")
+    parts = _fast.Parts([aiozc.frozen(data), aiozc.frozen(b"4")])
+    assert parts.nbytes == 4
+    with pytest.raises(BufferError):
+        data.clear()
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "remedy"),
+    [
+        ("text", TypeError, "encode"),
+        (None, TypeError, "bytes-like"),
+        (np.zeros((4, 4))[:, 1], BufferError, "ascontiguousarray"),
+        (memoryview(b"12345")[::2], BufferError, "contiguous"),
+    ],
+)
+@pytest.mark.parametrize("many", [False, True])
+def test_a_bad_part_locks_nothing(bad, error, remedy, many):
+    data = bytearray(b"123")
+    with pytest.raises(error, match=remedy):
+        _fast.Parts([data, bad, data] if many else bad)
+    data.append(4)
+
+
+def test_a_released_view_is_refused():
+    view = memoryview(b"123")
+    view.release()
+    with pytest.raises(BufferError, match="released"):
+        _fast.Parts(view)
+
+
+def test_a_list_that_shrinks_while_it_is_locked():
+    if sys.version_info < (3, 12):
+        pytest.skip("Python classes export buffers from 3.12 on")
+    items: list = []
+
+    class Shrinks:
+        def __buffer__(self, flags):
+            items.clear()
+            return memoryview(b"123")
+
+    items += [Shrinks(), b"gone"]
+    parts = _fast.Parts(items)
+    assert parts.nbytes == 3
+
+
+def test_parts_are_for_transports_of_ours():
+    with pytest.raises(TypeError, match="transport"):
+        _fast.Parts(b"123").submit(object())
+
+
+def test_handles_must_have_slots():
+    """The offsets are read off asyncio's class: another layout is refused, not guessed."""
+
+    class Handle:
+        _callback = _args = _context = _cancelled = None
+
+    with pytest.raises(TypeError, match="slot"):
+        _fast.Core(1, 1, 1, 1, {}, {}, print, Handle, Handle, heapq.heappop, 1.0)
