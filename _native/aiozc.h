@@ -87,8 +87,11 @@
 #define AZC_HAS_ACCEPT_MULTISHOT 16
 #define AZC_HAS_BUF_RING 32
 #define AZC_HAS_DEFER_TASKRUN 64
+#define AZC_HAS_SENDMSG_ZC_FIXED 128
 
 #define AZC_EVENTS 4096
+#define AZC_REGIONS_MAX 1024        /* in the process */
+#define AZC_REGION_BYTES 1073741824 /* the kernel's limit of one */
 
 typedef struct azc_reactor azc_reactor;
 
@@ -161,6 +164,7 @@ typedef struct azc_stats {
     uint64_t bytes;
     uint64_t requests;
     uint64_t zc_requests;
+    uint64_t fixed_requests; /* of them, from registered memory */
     uint64_t parts;
     uint64_t notifications;
     uint64_t notifications_outstanding;
@@ -184,6 +188,7 @@ typedef struct azc_config {
     uint32_t zerocopy;     /* 0: everything goes by copying */
     uint32_t adaptive;
     uint32_t max_parts;
+    uint32_t fixed_parts; /* that one request may gather out of registered memory; 0: none */
     uint64_t max_request; /* bytes: bounds what one request pins */
     uint64_t zc_threshold;
     uint64_t zc_low_water;
@@ -231,6 +236,12 @@ int azc_sendto(azc_conn *c, const char *p, size_t n, const char *name, size_t na
 azc_op *azc_submit(azc_conn *c, const azc_iov *parts, size_t n);
 azc_op *azc_submit_one(azc_conn *c, const char *p, size_t n);
 int azc_withdraw(azc_conn *c, azc_op *op);
+
+/* Memory that rings register when they first meet it; see regions.c. azc_region_register does it
+ * now: 0, or the errno that this ring's kernel gave; -ENXIO: there is no ring of this thread. */
+uint64_t azc_region_add(const char *base, size_t len);
+int azc_region_drop(uint64_t id);
+int azc_region_register(azc_reactor *r, uint64_t id);
 
 int azc_fault(azc_reactor *r, int kind, uint32_t every);
 

@@ -20,7 +20,18 @@ from setuptools import Distribution, Extension
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-SOURCES = ["table", "slab", "optable", "sendq", "dgramq", "reactor", "uring", "epoll", "probe"]
+SOURCES = [
+    "table",
+    "slab",
+    "optable",
+    "regions",
+    "sendq",
+    "dgramq",
+    "reactor",
+    "uring",
+    "epoll",
+    "probe",
+]
 FAST = ["module", "transport", "turn", "parts"]
 NEEDS = (2, 3)
 REMEDY = "install it with: apt-get install gcc pkg-config liburing-dev python3-dev"

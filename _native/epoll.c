@@ -302,11 +302,19 @@ static int epoll_drain(struct azc_reactor *r, int64_t timeout_ns)
     return 0;
 }
 
+/* Everything is copied: there is nothing to register with. */
+static int epoll_region(struct azc_reactor *r, uint64_t id)
+{
+    (void)r, (void)id;
+    return 0;
+}
+
 const struct backend epoll_backend = {
     .attach = epoll_attach,
     .wait = epoll_wait_turn,
     .detach = epoll_detach,
     .quiesce = epoll_quiesce,
     .drain = epoll_drain,
+    .region = epoll_region,
     .destroy = epoll_destroy,
 };

@@ -35,6 +35,8 @@
  * window collapses (measured on loopback, 1,500 parts of 64 B to a 16 KiB receive buffer: 49.5 s,
  * 1 ms by copying). Not where a threshold of 0 forces zero-copy. */
 #define ZC_PART_MIN 1024u
+/* So many bytes out of one region are worth a request of their own, where other parts follow. */
+#define REGION_CUT (32u << 10)
 /* Adaptive: so many trusted reports in a row decide that the path copies; it is probed again by one
  * request after so many bytes, then after twice as many, and so on (a capture ends, a route
  * changes). */
@@ -111,6 +113,25 @@ struct req { /* one request: alive from its SQE to its last completion */
     bool zc, fresh, first_seen, notif_seen, orphan;
 };
 
+/* ---- regions.c ---- */
+
+struct region {
+    const char *base;
+    size_t len;
+    uint64_t id;
+};
+
+bool regions_any(void);
+uint64_t regions_epoch(void);
+bool region_by_id(uint64_t id, struct region *found);
+bool region_find(const void *p, size_t n, struct region *found);
+
+static inline bool region_holds(const struct region *r, const void *p, size_t n)
+{
+    const char *at = p;
+    return at >= r->base && n <= r->len && (size_t)(at - r->base) <= r->len - n;
+}
+
 /* ---- sendq.c ---- */
 
 struct part {
@@ -135,6 +156,7 @@ struct gathered {
     uint32_t parts;
     uint64_t bytes;
     bool zc, eor;
+    struct region region; /* that has all of it; id 0: none */
 };
 
 void adapt(struct conn *c, bool copied);
@@ -194,6 +216,7 @@ struct backend {
     int (*detach)(struct azc_reactor *r);
     int (*quiesce)(struct conn *c); /* nothing of it is in the kernel but notifications */
     int (*drain)(struct azc_reactor *r, int64_t timeout_ns);
+    int (*region)(struct azc_reactor *r, uint64_t id); /* register it now */
     void (*destroy)(struct azc_reactor *r);
 };
 extern const struct backend uring_backend, epoll_backend;

@@ -77,6 +77,38 @@ static bool try_multishot(struct io_uring *ring, bool *buf_ring)
     return ok;
 }
 
+/* May SENDMSG_ZC gather from registered memory (6.15)? An older kernel says EINVAL before it looks
+ * at the socket; a newer one that the socket is not connected. */
+static bool try_gather_fixed(struct io_uring *ring)
+{
+    static char page[4096];
+    struct iovec memory = {page, sizeof page}, part = {page, 16};
+    struct msghdr msg = {.msg_iov = &part, .msg_iovlen = 1};
+    struct __kernel_timespec ts = {.tv_sec = 1};
+    struct io_uring_cqe *cqe;
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), res = -EINVAL;
+    if (fd < 0)
+        return false;
+    if (io_uring_register_buffers(ring, &memory, 1) == 0) {
+        struct io_uring_sqe *sqe = io_uring_get_sqe(ring);
+        io_uring_prep_sendmsg_zc(sqe, fd, &msg, MSG_NOSIGNAL | MSG_DONTWAIT);
+        sqe->ioprio |= 1u << 2; /* IORING_RECVSEND_FIXED_BUF */
+        sqe->buf_index = 0;
+        bool more = true;
+        for (int first = 1; more; first = 0) {
+            if (io_uring_submit_and_wait_timeout(ring, &cqe, 1, &ts, NULL) < 0 || !cqe)
+                break;
+            if (first)
+                res = cqe->res;
+            more = cqe->flags & IORING_CQE_F_MORE;
+            io_uring_cqe_seen(ring, cqe);
+        }
+        io_uring_unregister_buffers(ring);
+    }
+    close(fd);
+    return res != -EINVAL && res != -EOPNOTSUPP;
+}
+
 /* A seccomp filter may answer with SIGSYS, which would end the process: the call fails instead. */
 static void on_sigsys(int sig, siginfo_t *info, void *context)
 {
@@ -114,6 +146,8 @@ static int probe(uint32_t *features)
             *features |= AZC_HAS_ACCEPT_MULTISHOT;
         io_uring_free_probe(probe);
     }
+    if (try_gather_fixed(&ring))
+        *features |= AZC_HAS_SENDMSG_ZC_FIXED;
     bool buf_ring;
     if (try_multishot(&ring, &buf_ring))
         *features |= AZC_HAS_RECV_MULTISHOT;

@@ -650,6 +650,11 @@ azc_op *azc_submit_one(azc_conn *pub, const char *p, size_t n)
     return azc_submit(pub, &one, 1);
 }
 
+int azc_region_register(azc_reactor *r, uint64_t id)
+{
+    return r->be->region(r, id);
+}
+
 /* 1: it is out of the queue, no byte of it left, and its slot is free. 0: too late. */
 int azc_withdraw(azc_conn *pub, azc_op *op)
 {

@@ -115,12 +115,13 @@ static int reserve_iov(struct sendq *q, uint32_t want)
     return 0;
 }
 
-static bool zc_allowed(struct conn *c, uint64_t zc_bytes, uint64_t bytes, uint32_t parts)
+static bool zc_allowed(struct conn *c, uint64_t zc_bytes, const struct gathered *g)
 {
     struct azc_reactor *r = c->r;
+    uint64_t bytes = g->bytes;
     if (!zc_bytes || !c->pub.zc_ok || zc_bytes < c->pub.zc_threshold)
         return false;
-    if (c->pub.zc_threshold && bytes / parts < ZC_PART_MIN)
+    if (c->pub.zc_threshold && bytes / g->parts < ZC_PART_MIN)
         return false;
     if (c->pub.adaptive && c->path_copies) {
         if (c->pub.sent_pos < c->probe_at) {
@@ -129,8 +130,10 @@ static bool zc_allowed(struct conn *c, uint64_t zc_bytes, uint64_t bytes, uint32
         }
         c->probe_at = c->pub.sent_pos + c->probe_gap;
     }
+    /* The loop's cap is a share of what may be locked; a region was locked when it was registered.
+     */
     if (c->pub.pinned + bytes > c->pub.zc_cap ||
-        r->stats.pinned_bytes + bytes > r->cfg.zc_loop_cap) {
+        (!g->region.id && r->stats.pinned_bytes + bytes > r->cfg.zc_loop_cap)) {
         r->stats.fallbacks[AZC_FALLBACK_CAP]++;
         return false;
     }
@@ -140,6 +143,33 @@ static bool zc_allowed(struct conn *c, uint64_t zc_bytes, uint64_t bytes, uint32
         return false;
     }
     return true;
+}
+
+/* Does the request lie in one region, or enough of its front that it is cut there? */
+static void match_region(struct conn *c, struct gathered *g, uint64_t *zc_bytes)
+{
+    struct sendq *q = &c->q;
+    struct region found;
+    uint64_t bytes = 0, zc = 0;
+    uint32_t n = 0, most = g->parts;
+    if (most > c->r->cfg.fixed_parts) {
+        most = c->r->cfg.fixed_parts;
+        if (q->iov[0].iov_len < REGION_CUT)
+            return; /* one part a request: only large ones are worth it */
+    }
+    if (!region_find(q->iov[0].iov_base, q->iov[0].iov_len, &found))
+        return;
+    for (; n < most && region_holds(&found, q->iov[n].iov_base, q->iov[n].iov_len); n++) {
+        bytes += q->iov[n].iov_len;
+        if (sendq_at(q, n)->op->kind == OP_USER)
+            zc += q->iov[n].iov_len;
+    }
+    if (n < g->parts && bytes < REGION_CUT)
+        return;
+    g->parts = n;
+    g->bytes = bytes;
+    g->region = found;
+    *zc_bytes = zc;
 }
 
 /* Put the next request into q->iov. 0: filled; -ENOMEM. Call only when sendq_ready. */
@@ -164,10 +194,12 @@ int sendq_gather(struct conn *c, struct gathered *g)
             zc_bytes += take;
     }
     *g = (struct gathered){.parts = n, .bytes = bytes};
+    if (zc_bytes && c->pub.zc_ok && c->r->cfg.fixed_parts && !q->copy_left && regions_any())
+        match_region(c, g, &zc_bytes);
     if (!q->copy_left)
-        g->zc = zc_allowed(c, zc_bytes, bytes, n);
+        g->zc = zc_allowed(c, zc_bytes, g);
     if (g->zc) {
-        q->since_eor += bytes;
+        q->since_eor += g->bytes;
         /* A request whose report decides must not share its skb with another one. */
         g->eor = q->since_eor >= EOR_BYTES ||
                  (c->pub.adaptive && (c->path_copies || c->reports < COPIED_REPORTS));
@@ -176,7 +208,7 @@ int sendq_gather(struct conn *c, struct gathered *g)
     }
     memset(&q->msg, 0, sizeof q->msg);
     q->msg.msg_iov = q->iov;
-    q->msg.msg_iovlen = n;
+    q->msg.msg_iovlen = g->parts;
     return 0;
 }
 

@@ -46,6 +46,7 @@
 /* Newer than liburing 2.3's header; the kernel refuses what it does not know. */
 #define ZC_REPORT_USAGE (1u << 3) /* IORING_SEND_ZC_REPORT_USAGE, 6.2 */
 #define ZC_COPIED (1u << 31)      /* IORING_NOTIF_USAGE_ZC_COPIED */
+#define ZC_FIXED (1u << 2)        /* IORING_RECVSEND_FIXED_BUF */
 
 #define UD_CONN 1u
 #define UD_REQ 2u
@@ -54,6 +55,7 @@
 #define UD_TYPE(ud) ((unsigned)((ud) >> 56))
 #define UD_TOKEN(ud) ((ud) & (((uint64_t)1 << 56) - 1))
 
+#define RING_REGIONS 256 /* that one ring registers */
 #define ORPHAN_POLL_NS 10000000
 /* Receive buffers that the kernel has at least; the number doubles when they do not suffice, and is
  * looked at after so many harvests. */
@@ -61,8 +63,18 @@
 #define GIVEN_WINDOW 1024
 #define GIVEN_BYTES (768u << 10)
 
+struct ring_region {
+    uint64_t id; /* 0: free */
+    int error;   /* why the kernel refused it */
+};
+
 struct uring {
     struct io_uring ring;
+    /* What is registered at which place of the ring's table of buffers. */
+    struct ring_region regions[RING_REGIONS];
+    int table;               /* 0: not made; 1: made; < 0: cannot be */
+    uint32_t n_regions, hot; /* places used so far; the one that was used last */
+    uint64_t epoch;
     struct io_uring_buf_ring *br;
     size_t br_bytes;
     pid_t tid;
@@ -451,6 +463,81 @@ static unsigned harvest(struct azc_reactor *r)
 
 /* ---- requests ---- */
 
+/* ---- regions ---- */
+
+static int put_region(struct uring *u, uint32_t at, const char *base, size_t len)
+{
+    struct iovec iov = {(void *)base, len};
+    __u64 tag = 0;
+    int rc = io_uring_register_buffers_update_tag(&u->ring, at, &iov, &tag, 1);
+    return rc < 0 ? rc : 0;
+}
+
+/* Regions that were dropped give their memory back to the system: nobody will send from them. */
+static void sweep_regions(struct uring *u)
+{
+    struct region found;
+    u->epoch = regions_epoch();
+    for (uint32_t i = 0; i < u->n_regions; i++) {
+        if (!u->regions[i].id || region_by_id(u->regions[i].id, &found))
+            continue;
+        if (!u->regions[i].error)
+            put_region(u, i, NULL, 0);
+        u->regions[i].id = 0;
+    }
+}
+
+static int free_place(struct uring *u)
+{
+    for (uint32_t i = 0; i < u->n_regions; i++)
+        if (!u->regions[i].id)
+            return (int)i;
+    return u->n_regions < RING_REGIONS ? (int)u->n_regions++ : -1;
+}
+
+/* Where the region lies in the ring's table, registered now if it was not; or -errno. */
+static int region_index(struct uring *u, const struct region *g)
+{
+    if (u->epoch != regions_epoch())
+        sweep_regions(u);
+    uint32_t at = u->hot;
+    if (u->regions[at].id != g->id)
+        for (at = 0; at < u->n_regions && u->regions[at].id != g->id; at++)
+            ;
+    if (at < u->n_regions) {
+        u->hot = at;
+        return u->regions[at].error ? u->regions[at].error : (int)at;
+    }
+    if (!u->table) {
+        int rc = io_uring_register_buffers_sparse(&u->ring, RING_REGIONS);
+        u->table = rc < 0 ? rc : 1;
+    }
+    if (u->table < 0)
+        return u->table;
+    int place = free_place(u);
+    if (place < 0)
+        return -ENOSPC;
+    int rc = put_region(u, (uint32_t)place, g->base, g->len);
+    u->regions[place] = (struct ring_region){g->id, rc};
+    return rc < 0 ? rc : place;
+}
+
+/* Asked for by name: a refusal of before may have been of a limit that was raised since. */
+static int uring_region(struct azc_reactor *r, uint64_t id)
+{
+    struct uring *u = uring_of(r);
+    struct region g;
+    if (!u || u->tid != gettid())
+        return -ENXIO;
+    if (!region_by_id(id, &g))
+        return -ENOENT;
+    for (uint32_t i = 0; i < u->n_regions; i++)
+        if (u->regions[i].id == id && u->regions[i].error)
+            u->regions[i].id = 0;
+    int rc = region_index(u, &g);
+    return rc < 0 ? rc : 0;
+}
+
 static void set_ud(struct io_uring_sqe *sqe, unsigned type, uint64_t token)
 {
     sqe->user_data = (uint64_t)type << 56 | token;
@@ -522,6 +609,12 @@ static bool send_request(struct conn *c)
         io_uring_prep_sendmsg(sqe, c->pub.fd, &sq->msg, (unsigned)flags);
     if (g.zc)
         sqe->ioprio |= ZC_REPORT_USAGE;
+    int index = g.zc && g.region.id ? region_index(uring_of(r), &g.region) : -1;
+    if (index >= 0) {
+        sqe->ioprio |= ZC_FIXED;
+        sqe->buf_index = (uint16_t)index;
+        r->stats.fixed_requests++;
+    }
     set_ud(sqe, UD_REQ, q->slot.token);
     uring_of(r)->inflight++;
     return true;
@@ -574,6 +667,8 @@ static bool bring_up(struct conn *c)
 static void flush(struct azc_reactor *r)
 {
     give_buffers(r);
+    if (uring_of(r)->n_regions && uring_of(r)->epoch != regions_epoch())
+        sweep_regions(uring_of(r));
     struct conn *c = r->dirty, *next;
     r->dirty = NULL;
     for (; c; c = next) {
@@ -736,5 +831,6 @@ const struct backend uring_backend = {
     .detach = uring_detach,
     .quiesce = uring_quiesce,
     .drain = uring_drain,
+    .region = uring_region,
     .destroy = uring_destroy,
 };

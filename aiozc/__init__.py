@@ -16,6 +16,7 @@ from .capabilities import Capabilities, capabilities
 from .loop import EventLoop, new_event_loop, run
 from .operation import Operation, OperationState, Result
 from .policy import EventLoopPolicy, install
+from .pool import BufferPool, PoolExhausted, Region
 from .receive import read_into
 from .settings import Settings
 from .stats import ZcStats
@@ -23,12 +24,15 @@ from .streams import StreamWriter, open_connection, start_server
 from .transports.stream import StreamTransport, ZeroCopyInfo
 
 __all__ = [
+    "BufferPool",
     "Capabilities",
     "EventLoop",
     "EventLoopPolicy",
     "Frozen",
     "Operation",
     "OperationState",
+    "PoolExhausted",
+    "Region",
     "Result",
     "Settings",
     "StreamTransport",

@@ -23,6 +23,7 @@ _FEATURES = {
     "accept_multishot": lib.AZC_HAS_ACCEPT_MULTISHOT,
     "buf_ring": lib.AZC_HAS_BUF_RING,
     "defer_taskrun": lib.AZC_HAS_DEFER_TASKRUN,
+    "sendmsg_zc_fixed": lib.AZC_HAS_SENDMSG_ZC_FIXED,
 }
 _NEEDED = ("io_uring", "recv_multishot", "accept_multishot", "buf_ring")
 _CAP_IPC_LOCK = 14

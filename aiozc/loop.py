@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import hooks
 from .capabilities import choose
+from .pool import Region, register_buffer
 from .reactor import Reactor, ReactorSelector
 from .settings import Settings
 from .stats import ZcStats
@@ -258,6 +259,20 @@ class EventLoop(asyncio.SelectorEventLoop):
     def zc_stats(self) -> ZcStats:
         """The loop's counters, and its levels now."""
         return self._reactor.zc_stats()
+
+    def register_buffer(self, obj: Any) -> Region | None:
+        """Register memory with this loop's ring: what is sent from it costs less. Returns its Region.
+
+        obj: a contiguous buffer of at most 1 GiB in anonymous or tmpfs memory (a bytearray, a numpy
+        array, an anonymous mmap), locked until the region is closed; or a BufferPool, whose memory is
+        then registered at once instead of on first use, and None is returned. Called where the loop
+        runs, it raises what the kernel refuses; elsewhere that is done on first use, and a refusal
+        only means that sends go unregistered. On the epoll backend it is plain memory.
+
+        OSError: EFAULT, a file mapping or read-only memory; ENOMEM, RLIMIT_MEMLOCK; ENOSPC, too many
+        regions. BufferError, ValueError: as Region. Each says what to do.
+        """
+        return register_buffer(self._reactor, obj)
 
     def zc_fault(self, name: str, every: int) -> None:
         """For tests: let every n-th request of a kind meet a fault; 0 switches it off.

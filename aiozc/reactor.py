@@ -70,6 +70,8 @@ class Reactor:
         native.sq_entries = cfg.ring_entries
         native.cq_entries = cfg.cq_entries
         native.max_request = cfg.max_request
+        # From 6.15 on a request gathers out of registered memory; before, it is one part.
+        native.fixed_parts = 1024 if can.features["sendmsg_zc_fixed"] else 1
         native.zc_threshold = cfg.zc_threshold
         native.zc_low_water = cfg.zc_low_water
         native.adaptive = cfg.adaptive

@@ -14,8 +14,9 @@ class ZcStats:
 
     operations: zero-copy operations submitted; operations_live: not yet released.
     bytes: accepted from callers, by any method. requests: to the kernel, of which zc_requests asked
-    for zero-copy; parts: buffers gathered into them. notifications: releases told by the kernel, of
-    which copied_reports said that it had copied (true for the first of a stack only).
+    for zero-copy, fixed_requests of them out of registered memory; parts: buffers gathered into them.
+    notifications: releases told by the kernel, of which copied_reports said that it had copied (true
+    for the first of a stack only).
     fallbacks: requests that went by copying, by reason: ENOMEM (RLIMIT_MEMLOCK), ENOBUFS,
     EOPNOTSUPP (the socket cannot), cap (over zc_transport_cap or zc_loop_cap), path (adaptive: this
     connection's path copies anyway).
@@ -29,6 +30,7 @@ class ZcStats:
     bytes: int
     requests: int
     zc_requests: int
+    fixed_requests: int
     parts: int
     notifications: int
     notifications_outstanding: int
