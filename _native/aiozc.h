@@ -187,6 +187,7 @@ typedef struct azc_config {
     uint32_t recv_buffers; /* a power of two */
     uint32_t zerocopy;     /* 0: everything goes by copying */
     uint32_t adaptive;
+    uint32_t auto_write; /* plain writes that nobody can change may go zero-copy by themselves */
     uint32_t max_parts;
     uint32_t fixed_parts; /* that one request may gather out of registered memory; 0: none */
     uint64_t max_request; /* bytes: bounds what one request pins */

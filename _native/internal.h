@@ -83,7 +83,8 @@ struct slab {
 
 /* ---- optable.c ---- */
 
-enum op_kind { OP_USER = 1, OP_REF = 2, OP_CHUNK = 3 };
+/* OP_REF, OP_AUTO: a plain write held by reference; OP_AUTO goes zero-copy where it may. */
+enum op_kind { OP_USER = 1, OP_REF = 2, OP_CHUNK = 3, OP_AUTO = 4 };
 
 struct op { /* azc_op first: Python reads it in place */
     struct slot slot;
@@ -145,6 +146,7 @@ struct sendq {
     uint32_t cap, head, count;
     uint32_t in_request; /* parts at the head that the unsent request reads */
     uint32_t zc_parts;   /* queued parts of operations */
+    uint32_t auto_parts; /* and of plain writes that may go zero-copy */
     uint64_t copy_left;  /* bytes at the head that must go by copying (fell back) */
     uint64_t since_eor;
     struct iovec *iov; /* lives until the first completion of the request */
@@ -195,6 +197,7 @@ struct conn {
     bool last_eor;
     /* Adaptive: what trusted reports said, and the stream position of the next probe. */
     bool path_copies;
+    int8_t local; /* is the peer on this machine? 0: not looked at yet; -1: no */
     uint8_t copied_in_row, reports;
     uint64_t probe_at, probe_gap;
     bool want_out;  /* the socket was full: wait until it is writable */
@@ -216,6 +219,7 @@ struct backend {
     int (*detach)(struct azc_reactor *r);
     int (*quiesce)(struct conn *c); /* nothing of it is in the kernel but notifications */
     int (*drain)(struct azc_reactor *r, int64_t timeout_ns);
+    void (*send_now)(struct conn *c);                  /* what is queued, within the call */
     int (*region)(struct azc_reactor *r, uint64_t id); /* register it now */
     void (*destroy)(struct azc_reactor *r);
 };
@@ -304,6 +308,10 @@ static inline void connected(struct conn *c)
 static inline void poll_fired(struct conn *c)
 {
     c->r->fired |= c->pub.kind == AZC_WAKE ? AZC_FIRED_WAKE : AZC_FIRED_POLL;
+}
+static inline bool wants_zc(const azc_op *op)
+{
+    return op->kind == OP_USER || op->kind == OP_AUTO;
 }
 static inline struct part *sendq_at(struct sendq *q, uint32_t i)
 {

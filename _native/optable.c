@@ -81,6 +81,7 @@ void op_check(struct azc_reactor *r, azc_op *op)
         chunk_free(r, (struct chunk *)op);
         break;
     case OP_REF:
+    case OP_AUTO:
         push_released(r, op->token);
         op_forget(r, op);
         break;

@@ -565,6 +565,42 @@ static size_t send_now(struct conn *c, const char *extra, size_t n)
     return (size_t)rc - mine;
 }
 
+/* Loopback, or an address of this machine: such a path copies. */
+static bool is_local(struct conn *c)
+{
+    struct sockaddr_storage me, peer;
+    socklen_t n = sizeof me, m = sizeof peer;
+    if (c->local)
+        return c->local > 0;
+    c->local = -1;
+    if (getsockname(c->pub.fd, (struct sockaddr *)&me, &n) < 0 ||
+        getpeername(c->pub.fd, (struct sockaddr *)&peer, &m) < 0)
+        return false;
+    bool same = false;
+    if (me.ss_family == AF_INET) {
+        struct sockaddr_in *a = (struct sockaddr_in *)&me, *b = (struct sockaddr_in *)&peer;
+        same = a->sin_addr.s_addr == b->sin_addr.s_addr || ntohl(b->sin_addr.s_addr) >> 24 == 127;
+    } else if (me.ss_family == AF_INET6) {
+        struct sockaddr_in6 *a = (struct sockaddr_in6 *)&me, *b = (struct sockaddr_in6 *)&peer;
+        same = !memcmp(&a->sin6_addr, &b->sin6_addr, sizeof a->sin6_addr);
+    }
+    c->local = same ? 1 : -1;
+    return same;
+}
+
+/* Should a plain write of n bytes, which nobody can change, go zero-copy by itself? Where the path
+ * was seen not to copy, or to find out: but not on one that is known to. */
+static bool auto_zc(struct conn *c, size_t n)
+{
+    if (!c->pub.zc_ok || !c->r->cfg.auto_write || n < c->pub.zc_threshold)
+        return false;
+    if (!c->pub.adaptive)
+        return true;
+    if (c->path_copies)
+        return c->pub.sent_pos >= c->probe_at;
+    return c->pub.path == AZC_PATH_ZC || !is_local(c);
+}
+
 static int look(struct conn *c)
 {
     return c->pub.ref_token || c->pub.unsent > c->pub.high || c->pub.error;
@@ -576,11 +612,13 @@ static int look(struct conn *c)
 int azc_write(azc_conn *pub, const char *p, size_t n, int by_reference)
 {
     struct conn *c = conn_of(pub);
+    uint64_t token = 0;
     pub->ref_token = 0;
     if (c->pub.error || c->closed)
         return 1; /* nothing is queued any more: asyncio's write() drops, too */
     bool small = n <= COPY_MAX && (!by_reference || pub->unsent < COPY_BACKLOG || n < 512);
-    if (!small) {
+    bool zc = !small && by_reference && auto_zc(c, n);
+    if (!small && !zc && !c->q.auto_parts) {
         size_t sent = send_now(c, p, n);
         if (c->pub.error)
             return 1;
@@ -588,22 +626,25 @@ int azc_write(azc_conn *pub, const char *p, size_t n, int by_reference)
         n -= sent;
     }
     if (n && !small && by_reference) {
-        azc_op *op = op_new(c->r, OP_REF, n);
+        azc_op *op = op_new(c->r, zc ? OP_AUTO : OP_REF, n);
         if (!op)
             return -ENOMEM;
         if (sendq_push(c, p, n, op) < 0) {
             op_forget(c->r, op);
             return -ENOMEM;
         }
-        pub->ref_token = op->token;
+        token = op->token;
+        if (zc && pub->unsent > pub->high)
+            c->r->be->send_now(c);
     } else if (n) {
         if (sendq_copy(c, p, n) < 0)
             return -ENOMEM;
-        if (small && pub->unsent >= SEND_NOW)
+        if (small && pub->unsent >= SEND_NOW && !c->q.auto_parts)
             send_now(c, NULL, 0);
     }
     if (c->q.count)
         mark_dirty(c);
+    pub->ref_token = token;
     return look(c);
 }
 

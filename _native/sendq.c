@@ -54,6 +54,14 @@ static int grow(struct sendq *q)
     return 0;
 }
 
+static void count_zc(struct sendq *q, const azc_op *op, int by)
+{
+    if (op->kind == OP_USER)
+        q->zc_parts += (uint32_t)by;
+    else if (op->kind == OP_AUTO)
+        q->auto_parts += (uint32_t)by;
+}
+
 int sendq_push(struct conn *c, const char *base, size_t len, azc_op *op)
 {
     struct sendq *q = &c->q;
@@ -62,8 +70,7 @@ int sendq_push(struct conn *c, const char *base, size_t len, azc_op *op)
     *sendq_at(q, q->count) = (struct part){base, len, op};
     q->count++;
     op->parts++;
-    if (op->kind == OP_USER)
-        q->zc_parts++;
+    count_zc(q, op, 1);
     sendq_queued(c, len);
     return 0;
 }
@@ -161,7 +168,7 @@ static void match_region(struct conn *c, struct gathered *g, uint64_t *zc_bytes)
         return;
     for (; n < most && region_holds(&found, q->iov[n].iov_base, q->iov[n].iov_len); n++) {
         bytes += q->iov[n].iov_len;
-        if (sendq_at(q, n)->op->kind == OP_USER)
+        if (wants_zc(sendq_at(q, n)->op))
             zc += q->iov[n].iov_len;
     }
     if (n < g->parts && bytes < REGION_CUT)
@@ -180,7 +187,7 @@ int sendq_gather(struct conn *c, struct gathered *g)
     uint32_t max = q->count < c->r->cfg.max_parts ? q->count : c->r->cfg.max_parts, n = 0;
     if (q->copy_left && q->copy_left < limit)
         limit = q->copy_left;
-    if (q->zc_parts && !may_wait(c) && limit > EOR_BYTES)
+    if ((q->zc_parts || q->auto_parts) && !may_wait(c) && limit > EOR_BYTES)
         limit = EOR_BYTES; /* it may end short, and then without closing its stack */
     int rc = reserve_iov(q, max);
     if (rc < 0)
@@ -190,7 +197,7 @@ int sendq_gather(struct conn *c, struct gathered *g)
         uint64_t take = p->len < limit - bytes ? p->len : limit - bytes;
         q->iov[n] = (struct iovec){(void *)p->base, take};
         bytes += take;
-        if (p->op->kind == OP_USER)
+        if (wants_zc(p->op))
             zc_bytes += take;
     }
     *g = (struct gathered){.parts = n, .bytes = bytes};
@@ -238,8 +245,7 @@ static void pop(struct conn *c)
     azc_op *op = sendq_at(q, 0)->op;
     q->head = (q->head + 1) & (q->cap - 1);
     q->count--;
-    if (op->kind == OP_USER)
-        q->zc_parts--;
+    count_zc(q, op, -1);
     op->parts--;
     op_check(c->r, op);
 }
@@ -271,8 +277,7 @@ void sendq_drop(struct conn *c, int error)
         azc_op *op = p->op;
         sendq_unqueued(c, p->len);
         q->count--;
-        if (op->kind == OP_USER)
-            q->zc_parts--;
+        count_zc(q, op, -1);
         op->error = error;
         op->parts--;
         op_check(c->r, op);

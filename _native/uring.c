@@ -734,6 +734,19 @@ static int uring_wait(struct azc_reactor *r, int64_t timeout_ns)
     }
 }
 
+/* A writer that would be paused is spared a turn of the loop if the socket takes it all at once. */
+static void uring_send_now(struct conn *c)
+{
+    struct azc_reactor *r = c->r;
+    struct uring *u = uring_of(r);
+    if (!u || u->no_send || c->rq || u->tid != gettid())
+        return;
+    if (!bring_up(c))
+        mark_dirty(c);
+    enter_now(r);
+    harvest(r);
+}
+
 static bool any_sendable(struct azc_reactor *r)
 {
     for (struct conn *c = r->dirty; c; c = c->dirty_next)
@@ -831,6 +844,7 @@ const struct backend uring_backend = {
     .detach = uring_detach,
     .quiesce = uring_quiesce,
     .drain = uring_drain,
+    .send_now = uring_send_now,
     .region = uring_region,
     .destroy = uring_destroy,
 };

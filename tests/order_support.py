@@ -235,6 +235,11 @@ async def limited(awaitable, timeout: float = TIMEOUT):
     return await asyncio.wait_for(awaitable, timeout)
 
 
+async def unpinned(loop) -> None:
+    while loop.zc_stats().pinned_bytes:
+        await asyncio.sleep(0.005)
+
+
 async def receive(peer: socket.socket, count: int) -> bytes:
     """Exactly `count` bytes from a blocking socket, read off the loop."""
     return await asyncio.to_thread(receive_now, peer, count)

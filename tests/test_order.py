@@ -31,6 +31,7 @@ from order_support import (
     overwrite,
     pattern,
     reset,
+    unpinned,
 )
 
 import aiozc
@@ -284,6 +285,7 @@ async def follow(plan: Plan) -> None:
             assert operation.sent.done()
         for task in caller.tasks:
             await limited(task)
+        await limited(unpinned(loop))  # plain writes are pinned, too, and nobody awaits those
         stats = loop.zc_stats()
         assert (stats.operations_live, stats.queued_bytes, stats.pinned_bytes) == (0, 0, 0)
         writer.close()
