@@ -49,7 +49,7 @@
 /* azc_conn_notify: asked for once, told once, also when it is true already. */
 #define AZC_NOTIFY_LOW 1     /* unsent <= low */
 #define AZC_NOTIFY_DRAINED 2 /* unsent == 0 */
-#define AZC_NOTIFY_ZC_LOW 4  /* unsent + pinned <= zc_low */
+#define AZC_NOTIFY_ZC_LOW 4  /* azc_conn_outstanding <= zc_low */
 #define AZC_NOTIFY_MARK 8    /* sent_pos >= mark */
 #define AZC_NOTIFY_ERROR 16  /* sending failed; everything queued was dropped */
 #define AZC_NOTIFY_WRITABLE 32
@@ -218,6 +218,7 @@ int azc_conn_start(azc_conn *c);
 int azc_conn_stop(azc_conn *c);
 int azc_conn_quiesce(azc_conn *c);
 void azc_conn_notify(azc_conn *c, uint32_t what);
+uint64_t azc_conn_outstanding(azc_conn *c);
 void azc_conn_flush(azc_conn *c);
 int azc_conn_abort(azc_conn *c, int error);
 int azc_conn_close(azc_conn *c, int error);

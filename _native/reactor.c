@@ -105,6 +105,18 @@ void mark_dirty(struct conn *c)
     c->r->dirty = c;
 }
 
+/* Unsent and pinned bytes together. What a request pins before it is sent is both: counted once. */
+static uint64_t outstanding(const struct conn *c)
+{
+    uint64_t both = c->rq && c->rq->zc ? c->rq->bytes : 0;
+    return c->pub.unsent + c->pub.pinned - both;
+}
+
+uint64_t azc_conn_outstanding(azc_conn *pub)
+{
+    return outstanding(conn_of(pub));
+}
+
 /* Tell Python what it asked to be told, once. */
 void conn_notify(struct conn *c)
 {
@@ -115,7 +127,7 @@ void conn_notify(struct conn *c)
         due |= AZC_NOTIFY_LOW;
     if ((want & AZC_NOTIFY_DRAINED) && !c->pub.unsent)
         due |= AZC_NOTIFY_DRAINED;
-    if ((want & AZC_NOTIFY_ZC_LOW) && c->pub.unsent + c->pub.pinned <= c->pub.zc_low)
+    if ((want & AZC_NOTIFY_ZC_LOW) && outstanding(c) <= c->pub.zc_low)
         due |= AZC_NOTIFY_ZC_LOW;
     if ((want & AZC_NOTIFY_MARK) && c->pub.sent_pos >= c->pub.mark)
         due |= AZC_NOTIFY_MARK;

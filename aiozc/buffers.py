@@ -64,6 +64,17 @@ def export(obj: Any) -> Any:
         ) from None
 
 
+def exported(data: Any) -> tuple[Any, Any, int]:
+    """Lock a buffer, or a list or tuple of buffers: what keeps the lock, an `azc_iov[]` of the parts (None
+    for one buffer), and the number of bytes. The array lives apart: it is read by azc_submit only."""
+    if type(data) is not list and type(data) is not tuple:
+        keep = export(data)
+        return keep, None, len(keep)
+    keep = [export(part) for part in data]
+    sizes = [len(part) for part in keep]
+    return keep, ffi.new("azc_iov[]", list(zip(keep, sizes, strict=True))), sum(sizes)
+
+
 def immutable(obj: memoryview) -> bool:
     """Whether a view's bytes can be changed by nobody: read-only, and rooted in exact `bytes`."""
     return obj.readonly and type(obj.obj) is bytes
