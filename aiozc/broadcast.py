@@ -126,7 +126,7 @@ class _Leg:
         try:
             if self.tls is not None:
                 tls_check(self.tls)
-            else:
+            elif self.raw._closing or not self.raw._open:
                 self.raw._zc_check()
         except (RuntimeError, OSError) as exc:
             self.error = exc.with_traceback(None)

@@ -423,7 +423,8 @@ class StreamTransport(NativeTransport):
 
     def zc_write(self, data: Sendable) -> Operation:
         """Queue a buffer, or a list of buffers, zero-copy. See StreamWriter.zc_submit."""
-        self._zc_check()
+        if self._closing or not self._open:
+            self._zc_check()
         keep, parts, nbytes = exported(data)
         return self._zc_queue(keep, parts) if nbytes else Operation.finished(self._loop)
 
