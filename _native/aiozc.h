@@ -130,7 +130,8 @@ typedef struct azc_op {
 } azc_op;
 
 /* One watched descriptor. The caller may set high, low, zc_low, mark,
- * zc_threshold, zc_cap and adaptive. */
+ * zc_threshold, zc_cap and adaptive; and zc_ok after azc_conn_open, where it was opened with family
+ * 0 to leave the socket's options alone. */
 typedef struct azc_conn {
     uint64_t token;
     uint64_t unsent; /* bytes queued, or in the request that is not yet sent */

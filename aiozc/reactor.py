@@ -87,6 +87,8 @@ class Reactor:
         self.listeners: dict[int, Any] = {}  # by descriptor
         self.handle: Any = None  # runs `dispatch`; made once by the loop
         self.woken = False  # there is a byte in the loop's wake-up socket
+        self.bare: dict[int, Any] = {}  # by SO_COOKIE: see bare.py
+        self.bare_watched = False  # its timer runs
         self.held: dict[int, Any] = {}
         _incref(self.held)
         self._batch: Iterator[tuple[int, int, int, int]] | None = None
