@@ -58,7 +58,7 @@ async def sendall(loop: EventLoop, sock: socket.socket, data: Sendable) -> Resul
     if not nbytes:
         return await Operation.finished(loop)
     queue = loop._reactor.bare.get(cookie)
-    if queue is None:
+    if queue is None or queue.failed():
         queue = _Queue(loop, sock, cookie)
     op = queue.submit(keep, parts)
     del keep, parts  # the operation holds the lock: an exception's frames must not
@@ -123,6 +123,10 @@ class _Queue:
         op.tell(self)
         return op
 
+    def failed(self) -> bool:
+        """Nothing more is sent by it. Who sends again learns why from a queue of his own."""
+        return bool(self._conn.error)
+
     # -- told by operations, like a future --
 
     def done(self) -> bool:
@@ -135,14 +139,11 @@ class _Queue:
 
     # -- told by the reactor --
 
-    def _on_write(self, res: int, _what: int) -> None:
-        """Sending is over, and each operation told so. Who sends again learns why from a new queue."""
-        if res < 0:
-            self._unlist()
+    def _on_write(self, _res: int, _what: int) -> None:
+        """Sending is over: each operation is told so by an event of its own."""
 
     def _on_recv(self, res: int, _start: int) -> None:
         """Nothing is received; the epoll set did not take the descriptor."""
-        self._unlist()
         lib.azc_conn_abort(self._conn, res)
 
     def _loop_closed(self) -> None:
