@@ -632,6 +632,32 @@ def test_a_loop_that_is_closed_in_mid_broadcast_changes_nothing_for_the_peers(fo
         del trash
 
 
+@pytest.mark.filterwarnings("ignore:unclosed transport:ResourceWarning")
+def test_a_loop_that_is_closed_gives_up_a_message_that_waits(forced_loop_factory):
+    # Fails when: the turns of a transport outlive its loop.
+    buffer = bytearray(b"B") * 1000
+    with StalledReader() as peer, peer.connect(sndbuf=SMALL_SNDBUF) as sock:
+
+        async def main():
+            writer: Any = (await asyncio.open_connection(sock=sock))[1]
+            writer.write(b"A" * MIB)
+            await asyncio.sleep(PAUSE)
+            task = asyncio.create_task(broadcast([writer], buffer, max_queued=0))
+            await asyncio.sleep(PAUSE)
+            assert not task.done()
+            return writer, task
+
+        loop = forced_loop_factory()
+        loop.set_exception_handler(lambda *_: None)  # "Task was destroyed but it is pending!"
+        writer, task = loop.run_until_complete(main())
+        loop.close()
+        del task
+        gc.collect()
+        assert not locked(buffer)
+        del writer
+        gc.collect()
+
+
 # --- TLS ----------------------------------------------------------------------------------------
 
 

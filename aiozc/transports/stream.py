@@ -554,6 +554,10 @@ class StreamTransport(NativeTransport):
         self._held = ()
         self._fast = False
 
+    def _loop_closed(self) -> None:
+        super()._loop_closed()
+        self._turns = ()  # nobody will come to them, and they hold buffers
+
     def _release_sink(self) -> None:
         if self._sink is not None:
             self._sink.end()
