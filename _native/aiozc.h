@@ -49,7 +49,7 @@
 /* azc_conn_notify: asked for once, told once, also when it is true already. */
 #define AZC_NOTIFY_LOW 1     /* unsent <= low */
 #define AZC_NOTIFY_DRAINED 2 /* unsent == 0 */
-#define AZC_NOTIFY_ZC_LOW 4  /* unsent + pinned <= zc_low */
+#define AZC_NOTIFY_ZC_LOW 4  /* azc_conn_outstanding <= zc_low */
 #define AZC_NOTIFY_MARK 8    /* sent_pos >= mark */
 #define AZC_NOTIFY_ERROR 16  /* sending failed; everything queued was dropped */
 #define AZC_NOTIFY_WRITABLE 32
@@ -58,6 +58,12 @@
 #define AZC_PATH_ZC 1
 #define AZC_PATH_COPIED 2
 #define AZC_PATH_UNKNOWN 4
+
+/* When plain writes go zero-copy by themselves: never; where the path was not seen to copy; always.
+ */
+#define AZC_WRITE_OFF 0
+#define AZC_WRITE_AUTO 1
+#define AZC_WRITE_ALWAYS 2
 
 /* azc_op.state. RELEASED and FAILED are told by the event; see sendq.c for the table. */
 #define AZC_QUEUED 0
@@ -133,7 +139,8 @@ typedef struct azc_op {
 } azc_op;
 
 /* One watched descriptor. The caller may set high, low, zc_low, mark,
- * zc_threshold, zc_cap and adaptive. */
+ * zc_threshold, zc_cap and adaptive; and zc_ok after azc_conn_open, where it was opened with family
+ * 0 to leave the socket's options alone. */
 typedef struct azc_conn {
     uint64_t token;
     uint64_t unsent; /* bytes queued, or in the request that is not yet sent */
@@ -187,7 +194,7 @@ typedef struct azc_config {
     uint32_t recv_buffers; /* a power of two */
     uint32_t zerocopy;     /* 0: everything goes by copying */
     uint32_t adaptive;
-    uint32_t auto_write; /* plain writes that nobody can change may go zero-copy by themselves */
+    uint32_t auto_write; /* AZC_WRITE_*: plain writes that nobody can change */
     uint32_t max_parts;
     uint32_t fixed_parts; /* that one request may gather out of registered memory; 0: none */
     uint64_t max_request; /* bytes: bounds what one request pins */
@@ -226,6 +233,7 @@ int azc_conn_start(azc_conn *c);
 int azc_conn_stop(azc_conn *c);
 int azc_conn_quiesce(azc_conn *c);
 void azc_conn_notify(azc_conn *c, uint32_t what);
+uint64_t azc_conn_outstanding(azc_conn *c);
 void azc_conn_flush(azc_conn *c);
 int azc_conn_abort(azc_conn *c, int error);
 int azc_conn_close(azc_conn *c, int error);

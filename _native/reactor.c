@@ -109,6 +109,18 @@ void mark_dirty(struct conn *c)
     c->r->dirty_tail = c;
 }
 
+/* Unsent and pinned bytes together. What a request pins before it is sent is both: counted once. */
+static uint64_t outstanding(const struct conn *c)
+{
+    uint64_t both = c->rq && c->rq->zc ? c->rq->bytes : 0;
+    return c->pub.unsent + c->pub.pinned - both;
+}
+
+uint64_t azc_conn_outstanding(azc_conn *pub)
+{
+    return outstanding(conn_of(pub));
+}
+
 /* Tell Python what it asked to be told, once. */
 void conn_notify(struct conn *c)
 {
@@ -119,7 +131,7 @@ void conn_notify(struct conn *c)
         due |= AZC_NOTIFY_LOW;
     if ((want & AZC_NOTIFY_DRAINED) && !c->pub.unsent)
         due |= AZC_NOTIFY_DRAINED;
-    if ((want & AZC_NOTIFY_ZC_LOW) && c->pub.unsent + c->pub.pinned <= c->pub.zc_low)
+    if ((want & AZC_NOTIFY_ZC_LOW) && outstanding(c) <= c->pub.zc_low)
         due |= AZC_NOTIFY_ZC_LOW;
     if ((want & AZC_NOTIFY_MARK) && c->pub.sent_pos >= c->pub.mark)
         due |= AZC_NOTIFY_MARK;
@@ -594,11 +606,11 @@ static bool auto_zc(struct conn *c, size_t n)
 {
     if (!c->pub.zc_ok || !c->r->cfg.auto_write || n < c->pub.zc_threshold)
         return false;
-    if (!c->pub.adaptive)
+    if (c->r->cfg.auto_write == AZC_WRITE_ALWAYS || c->pub.path == AZC_PATH_ZC)
         return true;
     if (c->path_copies)
-        return c->pub.sent_pos >= c->probe_at;
-    return c->pub.path == AZC_PATH_ZC || !is_local(c);
+        return c->pub.adaptive && c->pub.sent_pos >= c->probe_at;
+    return !is_local(c);
 }
 
 static int look(struct conn *c)

@@ -11,6 +11,7 @@ if not _sys.platform.startswith("linux"):
     )
 
 from ._version import __version__
+from .broadcast import BroadcastResult, broadcast
 from .buffers import Frozen, frozen
 from .capabilities import Capabilities, capabilities
 from .loop import EventLoop, new_event_loop, run
@@ -24,6 +25,7 @@ from .streams import StreamWriter, open_connection, start_server
 from .transports.stream import StreamTransport, ZeroCopyInfo
 
 __all__ = [
+    "BroadcastResult",
     "BufferPool",
     "Capabilities",
     "EventLoop",
@@ -40,6 +42,7 @@ __all__ = [
     "ZcStats",
     "ZeroCopyInfo",
     "__version__",
+    "broadcast",
     "capabilities",
     "frozen",
     "install",

@@ -4,7 +4,8 @@ against the running Python.
     what                                        why
     asyncio.StreamWriter.zc_*                   added methods, so a plain start_server's writer has them
     Server._attach / _detach                    take the transport from 3.13 on
-    sslproto.SSLProtocol, _SSLProtocolTransport TLS runs over our transport; zc_* on it copies
+    sslproto.SSLProtocol, _SSLProtocolTransport TLS runs over our transport; zc_* on it copies, and asks
+                                                _get_write_buffer_size what TLS holds back
     constants.*                                 retry delays and log thresholds, TLS timeouts
     transports._FlowControlMixin                high and low water, pause and resume
     StreamReader._buffer, ._maybe_resume_transport
@@ -15,10 +16,10 @@ against the running Python.
 
 On the loop (loop.py overrides): _make_socket_transport, _make_ssl_transport, _make_datagram_transport,
 _start_serving, _stop_serving, _accept_connection2 (called), _sock_connect, _run_once, _process_events,
-_write_to_self, _read_from_self, _close_self_pipe; reads or sets _ready, _scheduled, _stopping, _debug,
-_timer_cancelled_count, _clock_resolution, _ssock, _transports. On transports (transports/stream.py
-provides): _sock, _sock_fd, _make_empty_waiter, _reset_empty_waiter, _force_close, _start_tls_compatible,
-_sendfile_compatible.
+_write_to_self, _read_from_self, _close_self_pipe; bare.py calls _ensure_fd_no_transport; reads or sets
+_ready, _scheduled, _stopping, _debug, _timer_cancelled_count, _clock_resolution, _ssock, _transports.
+On transports (transports/stream.py provides): _sock, _sock_fd, _make_empty_waiter, _reset_empty_waiter,
+_force_close, _start_tls_compatible, _sendfile_compatible.
 """
 
 from __future__ import annotations

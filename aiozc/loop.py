@@ -17,7 +17,7 @@ from asyncio import events
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import hooks
+from . import bare, hooks
 from .capabilities import choose
 from .pool import Region, register_buffer
 from .reactor import Reactor, ReactorSelector
@@ -27,6 +27,10 @@ from .transports.connector import Connector
 from .transports.datagram import DatagramTransport
 from .transports.listener import Listener
 from .transports.stream import StreamTransport
+
+if TYPE_CHECKING:
+    from .operation import Result
+    from .transports.stream import Sendable
 
 _T = TypeVar("_T")
 
@@ -273,6 +277,36 @@ class EventLoop(asyncio.SelectorEventLoop):
         regions. BufferError, ValueError: as Region. Each says what to do.
         """
         return register_buffer(self._reactor, obj)
+
+    async def sock_zc_sendall(self, sock: socket.socket, data: Sendable) -> Result:
+        """Send a buffer, or a list of buffers, zero-copy on a connected stream socket of the caller's.
+
+        As sock_sendall, with the contract of StreamWriter.zc_send: returns when the kernel no longer reads the
+        memory, which is locked against resizing until then and must not be changed. Calls on one
+        socket go out one behind the other, in the order in which they began; what is sent by other
+        means meanwhile goes between them. Receiving is not touched. Where zero-copy is not to be
+        had (epoll, Unix sockets) it copies.
+
+        Being cancelled: if nothing of it was issued, nothing is sent; else it goes on, and the memory stays
+        locked until it went. Closing the socket cuts nothing either: the peer sees its end after the
+        last byte, or after `zc_linger` seconds in which it takes nothing, a reset. shutdown() of the
+        socket ends all at once.
+
+        Raises before anything is queued: ValueError (blocking, no stream), TypeError (no buffer; SSLSocket),
+        BufferError (not contiguous), RuntimeError (the socket is a transport's); OSError when
+        sending failed, once the memory is free.
+        """
+        return await bare.sendall(self, sock, data)
+
+    async def sock_zc_sendto(self, sock: socket.socket, data: Sendable, address: Any) -> Result:
+        """Send one datagram, of a buffer or a list of buffers, from a datagram socket of the caller's.
+
+        As sock_sendto, and any number of calls may wait on one socket: they are sent in the order in which they
+        began. The memory is locked until it returns and may be changed then. `Result.path` says
+        "copied": no datagram is sent zero-copy yet. Being cancelled while it waits sends nothing.
+        Errors as for sock_zc_sendall; an OSError is the kernel's, of this datagram or an earlier one.
+        """
+        return await bare.sendto(self, sock, data, address)
 
     def zc_fault(self, name: str, every: int) -> None:
         """For tests: let every n-th request of a kind meet a fault; 0 switches it off.

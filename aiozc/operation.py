@@ -128,7 +128,7 @@ class Operation:
         self._conn = conn  # azc_conn *, valid while the operation is QUEUED
         self._native = native  # azc_op *, valid until the event that ends it was handled
         self._keep = keep
-        self._waiters: list[tuple[bool, asyncio.Future[None]]] = []
+        self._waiters: list[tuple[bool, Any]] = []  # futures, or what is told like one
         self._state = OperationState.QUEUED  # read only once the native side is gone
         self._free = False  # the kernel reads the memory no more
         self._error = 0
@@ -194,6 +194,14 @@ class Operation:
 
     def __repr__(self) -> str:
         return f"<aiozc.Operation {self.state.name} {self.bytes_sent}/{self.nbytes} bytes>"
+
+    # -- for broadcast.py and bare.py --
+
+    def tell(self, listener: Any) -> bool:
+        """`listener.set_result(None)` is called once the memory is free. False: it is already."""
+        if not self._free:
+            self._waiters.append((False, listener))
+        return not self._free
 
     # -- for Stage --
 

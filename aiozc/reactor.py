@@ -75,7 +75,7 @@ class Reactor:
         native.zc_threshold = cfg.zc_threshold
         native.zc_low_water = cfg.zc_low_water
         native.adaptive = cfg.adaptive
-        native.auto_write = cfg.zc_write
+        native.auto_write = ("off", "auto", "always").index(cfg.zc_write)
         native.zc_loop_cap = loop_cap if cfg.zc_loop_cap is None else cfg.zc_loop_cap
         native.zc_transport_cap = (
             transport_cap if cfg.zc_transport_cap is None else cfg.zc_transport_cap
@@ -91,6 +91,8 @@ class Reactor:
         self.listeners: dict[int, Any] = {}  # by descriptor
         self.handle: Any = None  # runs `dispatch`; made once by the loop
         self.woken = False  # there is a byte in the loop's wake-up socket
+        self.bare: dict[int, Any] = {}  # by SO_COOKIE: see bare.py
+        self.bare_watched = False  # its timer runs
         self.held: dict[int, Any] = {}
         _incref(self.held)
         self._lingering = False  # azc_linger is to be called again

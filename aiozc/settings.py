@@ -15,9 +15,9 @@ class Settings:
         only costs; try again now and then. False: every request asks for zero-copy.
     zc_threshold: bytes of operations in one request from which it goes zero-copy. Smaller requests
         go by a gathering copy, with the same contract.
-    zc_write: plain `write()` of data that nobody can change (bytes, read-only views of bytes, aiozc.frozen),
-        over 16 KiB and of at least zc_threshold bytes, goes zero-copy by itself where the path was seen not to
-        copy. False: only zc_* calls do.
+    zc_write: "auto": plain `write()` of data that nobody can change (bytes, read-only views of bytes,
+        aiozc.frozen), over 16 KiB and of at least zc_threshold bytes, goes zero-copy by itself where the path
+        was seen not to copy, or to find out. "off": only zc_* calls do. "always": whatever the path.
     zc_transport_cap, zc_loop_cap: bytes that one transport, or the loop, may have pinned. Over a
         cap sends go by copying; nobody waits. None: a share of what may be locked (RLIMIT_MEMLOCK).
     zc_low_water: `zc_drain` waits until pinned and unsent bytes together are at most this.
@@ -33,7 +33,7 @@ class Settings:
     zerocopy: str | None = None
     adaptive: bool = True
     zc_threshold: int = 16384
-    zc_write: bool = True
+    zc_write: str = "auto"
     zc_transport_cap: int | None = None
     zc_loop_cap: int | None = None
     zc_low_water: int = 256 * 1024
@@ -48,6 +48,8 @@ class Settings:
             raise ValueError(f"backend must be 'uring', 'epoll' or None, not {self.backend!r}")
         if self.zerocopy not in (None, "auto", "off"):
             raise ValueError(f"zerocopy must be 'auto', 'off' or None, not {self.zerocopy!r}")
+        if self.zc_write not in ("auto", "off", "always"):
+            raise ValueError(f"zc_write must be 'auto', 'off' or 'always', not {self.zc_write!r}")
         for name in ("zc_threshold", "zc_transport_cap", "zc_loop_cap", "zc_low_water"):
             value = getattr(self, name)
             if value is not None and value < 0:

@@ -35,7 +35,7 @@ class StreamWriter(asyncio.StreamWriter):
         async def zc_drain(self) -> None: ...
 
 
-def _refuse(transport: Any) -> RuntimeError:
+def refuse(transport: Any) -> RuntimeError:
     return RuntimeError(
         f"zc_* needs a transport of an aiozc loop, and this is a {type(transport).__name__}; "
         "run the program by aiozc.run(main()) or asyncio.Runner(loop_factory=aiozc.new_event_loop)"
@@ -54,7 +54,7 @@ def zc_submit(self: asyncio.StreamWriter, data: Sendable) -> Operation:
         return transport.zc_write(data)
     if isinstance(transport, hooks.SSLProtocolTransport):
         return tls_write(transport, data)
-    raise _refuse(transport)
+    raise refuse(transport)
 
 
 async def zc_send(self: asyncio.StreamWriter, data: Sendable) -> Result:
@@ -77,7 +77,7 @@ async def zc_drain(self: asyncio.StreamWriter) -> None:
     elif isinstance(transport, hooks.SSLProtocolTransport):
         await tls_drain(transport)
     else:
-        raise _refuse(transport)
+        raise refuse(transport)
 
 
 async def start_server(

@@ -13,7 +13,7 @@ from support import KIB, SMALL_SNDBUF, assert_stream, eventually, soon, stalled
 
 import aiozc
 
-FORCED = {"adaptive": False, "zc_threshold": 0}
+FORCED = {"adaptive": False, "zc_threshold": 0, "zc_write": "always"}
 A, B, C = b"ABC"
 
 
@@ -61,6 +61,22 @@ def test_where_the_path_is_known_to_copy_nothing_is_tried():
     run(main())
 
 
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_forced_operations_do_not_force_writes(adaptive):
+    async def main():
+        async with stalled(rcvbuf=None) as (peer, writer):
+            for _ in range(3):
+                op = writer.zc_submit(b"A" * 64 * KIB)
+                await peer.take(64 * KIB)
+                await soon(op.released)
+            before = stats().zc_requests
+            writer.write(b"A" * 256 * KIB)
+            await peer.take(256 * KIB)
+            assert stats().zc_requests == before > 0
+
+    run(main(), adaptive=adaptive, zc_threshold=0)
+
+
 def test_a_path_that_began_to_copy_is_left():
     """As if the kernel had reported that it does not copy, when it does: loopback."""
 
@@ -90,7 +106,7 @@ def test_it_can_be_switched_off(how):
             await peer.take(256 * KIB)
             assert stats().zc_requests == 0
 
-    off = {"loop": {"zc_write": False}, "zerocopy": {"zerocopy": "off"}}.get(how, {})
+    off = {"loop": {"zc_write": "off"}, "zerocopy": {"zerocopy": "off"}}.get(how, {})
     run(main(), **{**FORCED, **off})
 
 
@@ -102,7 +118,7 @@ def test_small_writes_are_copied():
             await peer.take(128 * KIB)
             assert stats().zc_requests == 0
 
-    run(main(), adaptive=False)
+    run(main(), adaptive=False, zc_write="always")
 
 
 def test_writes_of_every_kind_keep_their_order():

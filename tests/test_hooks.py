@@ -101,6 +101,8 @@ def test_tls_has_the_parts_that_zero_copy_on_it_reads() -> None:
     source = inspect.getsource(sslproto.SSLProtocol)
     assert "self._transport" in source
     assert "self._write_buffer_size" in source
+    held_back = inspect.getsource(sslproto.SSLProtocol._get_write_buffer_size)  # type: ignore[attr-defined]
+    assert "self._outgoing.pending + self._write_buffer_size" in held_back
     assert "_ssl_protocol" in inspect.getsource(sslproto._SSLProtocolTransport)
 
 

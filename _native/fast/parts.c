@@ -145,6 +145,30 @@ static PyObject *parts_submit(Parts *self, PyObject *transport)
     return PyLong_FromVoidPtr(api->submit(conn, self->iov, (size_t)Py_SIZE(self)));
 }
 
+/* submit_to(address of an azc_conn): the same, for a connection without a transport. */
+static PyObject *parts_submit_to(Parts *self, PyObject *address)
+{
+    azc_conn *conn = PyLong_AsVoidPtr(address);
+    if (!conn)
+        return PyErr_Occurred() ? NULL : (PyErr_SetString(PyExc_ValueError, "no connection"), NULL);
+    return PyLong_FromVoidPtr(api->submit(conn, self->iov, (size_t)Py_SIZE(self)));
+}
+
+static PyObject *parts_copies(Parts *self, PyObject *ignored)
+{
+    (void)ignored;
+    PyObject *copies = PyList_New(0);
+    for (Py_ssize_t i = 0; copies && i < Py_SIZE(self); i++) {
+        if (!self->iov[i].len)
+            continue;
+        PyObject *one = PyBytes_FromStringAndSize(self->iov[i].base, (Py_ssize_t)self->iov[i].len);
+        if (!one || PyList_Append(copies, one) < 0)
+            Py_CLEAR(copies);
+        Py_XDECREF(one);
+    }
+    return copies;
+}
+
 static Py_ssize_t parts_len(Parts *self)
 {
     return Py_SIZE(self);
@@ -153,6 +177,8 @@ static Py_ssize_t parts_len(Parts *self)
 static PyMethodDef parts_methods[] = {
     {"submit", (PyCFunction)parts_submit, METH_O,
      "Queue them as one operation; the address of its azc_op, or 0: no memory, nothing queued."},
+    {"submit_to", (PyCFunction)parts_submit_to, METH_O, "The same, by the address of an azc_conn."},
+    {"copies", (PyCFunction)parts_copies, METH_NOARGS, "Of each part that is not empty, as bytes."},
     {NULL, NULL, 0, NULL},
 };
 

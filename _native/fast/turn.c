@@ -139,15 +139,36 @@ static int deliver_buffer(PyObject *owner, PyObject *protocol, PyObject *context
     return done ? 0 : -1;
 }
 
+/* The value of a token in `where`, a new reference; NULL without an exception: it is not there. */
+static PyObject *look_up(PyObject *where, uint64_t token, int take)
+{
+    PyObject *key = PyLong_FromUnsignedLongLong(token);
+    if (!key)
+        return NULL;
+    PyObject *found = PyDict_GetItemWithError(where, key);
+    Py_XINCREF(found);
+    if (found && take && PyDict_DelItem(where, key) < 0)
+        Py_CLEAR(found);
+    Py_DECREF(key);
+    return found;
+}
+
 static int received(Core *self, const azc_event *e)
 {
     PyObject *owner = api->owner(self->r, e->token);
-    if (!owner)
-        return 0;
-    Py_INCREF(owner);
-    struct fields *f = fields_of(owner);
     size_t start = e->arg * self->stride;
     int rc;
+    if (!owner) { /* it has no transport, or is closed */
+        owner = look_up(self->conns, e->token, 0);
+        if (!owner)
+            return PyErr_Occurred() ? -1 : 0;
+        PyObject *done = call_ints(owner, n__on_recv, e->res, (long)start);
+        Py_DECREF(owner);
+        Py_XDECREF(done);
+        return done ? 0 : -1;
+    }
+    Py_INCREF(owner);
+    struct fields *f = fields_of(owner);
     if (e->res > 0 && f->fast) {
         PyObject *protocol = f->protocol, *context = f->context;
         const char *p = self->memory + start;
@@ -164,20 +185,6 @@ static int received(Core *self, const azc_event *e)
     }
     Py_DECREF(owner);
     return rc;
-}
-
-/* The value of a token in `where`, a new reference; NULL without an exception: it is not there. */
-static PyObject *look_up(PyObject *where, uint64_t token, int take)
-{
-    PyObject *key = PyLong_FromUnsignedLongLong(token);
-    if (!key)
-        return NULL;
-    PyObject *found = PyDict_GetItemWithError(where, key);
-    Py_XINCREF(found);
-    if (found && take && PyDict_DelItem(where, key) < 0)
-        Py_CLEAR(found);
-    Py_DECREF(key);
-    return found;
 }
 
 static PyObject *hand_out(Core *self, const azc_event *e, PyObject *to)

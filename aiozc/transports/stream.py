@@ -25,7 +25,7 @@ import struct
 from asyncio.log import logger
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, Protocol, Union
 
 from .. import hooks
 from .._fast import Parts
@@ -37,6 +37,8 @@ from .base import NativeTransport, notify, os_error
 if TYPE_CHECKING:
     from ..loop import EventLoop
 
+TLS_RETRY_SECONDS = 0.005
+outstanding = lib.azc_conn_outstanding
 _native_write = lib.azc_write
 _from_buffer = ffi.from_buffer
 
@@ -56,6 +58,18 @@ class ZeroCopyInfo:
     threshold: int
     adaptive: bool
     path: str
+
+
+class Turn(Protocol):
+    """What waits for unsent and pinned bytes to fall to `limit`: a message of broadcast.py."""
+
+    limit: int
+
+    def ready(self) -> bool:
+        """At most `limit` now, with whatever a layer above this transport holds back."""
+
+    def come(self, error: BaseException | None) -> None:
+        """It is; or the connection ended first."""
 
 
 class Sink:
@@ -97,6 +111,7 @@ class StreamTransport(NativeTransport):
     _held: collections.deque[bytes | OSError] | tuple[()] = ()
     _marks: collections.deque[tuple[int, Operation]] | tuple[()] = ()
     _zc_waiters: list[asyncio.Future[None]] | tuple[()] = ()
+    _turns: collections.deque[Turn] | tuple[()] = ()
     _empty_waiter: asyncio.Future[None] | None = None
     _sendfile_compatible = hooks.constants._SendfileMode.TRY_NATIVE
 
@@ -382,7 +397,7 @@ class StreamTransport(NativeTransport):
         if self._conn_lost:
             return  # what still waits is told by _ended
         if what & lib.AZC_NOTIFY_ZC_LOW:
-            self._wake_zc_waiters(None)
+            self._low_reached()
         if what & lib.AZC_NOTIFY_MARK:
             self._pass_marks()
         super()._sent_some(res, what)
@@ -413,6 +428,13 @@ class StreamTransport(NativeTransport):
 
     def zc_write(self, data: Sendable) -> Operation:
         """Queue a buffer, or a list of buffers, zero-copy. See StreamWriter.zc_submit."""
+        if self._closing or not self._open:
+            self._zc_check()
+        keep = Parts(data)
+        return self._zc_queue(keep) if keep.nbytes else Operation.finished(self._loop)
+
+    def _zc_check(self) -> None:
+        """Raises where nothing can be queued any more."""
         if self._eof:
             raise RuntimeError("Cannot call zc_write() after write_eof()")
         if self._closing or self._conn_lost:
@@ -422,10 +444,10 @@ class StreamTransport(NativeTransport):
             )
         if self._empty_waiter is not None:
             raise RuntimeError("unable to write; sendfile is in progress")
-        conn, loop = self._conn, self._loop
-        keep = data if type(data) is Parts else Parts(data)
-        if not keep.nbytes:
-            return Operation.finished(loop)
+
+    def _zc_queue(self, keep: Parts) -> Operation:
+        """Queue locked buffers, after `_zc_check`: the same may go to many transports."""
+        conn = self._conn
         op = self._reactor.admit(conn, keep.submit(self), keep)
         if conn.unsent > self._high_water:
             self._maybe_pause_protocol()
@@ -461,15 +483,49 @@ class StreamTransport(NativeTransport):
             notify(conn, lib.AZC_NOTIFY_MARK)
 
     async def _zc_drain(self) -> None:
-        conn = self._conn
         if self._conn_lost:
             raise ConnectionResetError("Connection lost")
-        if conn.unsent + conn.pinned <= conn.zc_low:
+        if outstanding(self._conn) <= self._reactor.settings.zc_low_water:
             return
         waiter = self._loop.create_future()
         self._zc_waiters = [*self._zc_waiters, waiter]
-        notify(conn, lib.AZC_NOTIFY_ZC_LOW)
+        self._ask_low()
         await waiter
+
+    def _when_low(self, turn: Turn) -> None:
+        """`turn` comes once it is ready, behind those that wait already."""
+        if not self._turns:
+            self._turns = collections.deque()
+        self._turns.append(turn)
+        self._ask_low()
+
+    def _leave(self, turn: Turn) -> None:
+        """It waits no more; what stands behind it may have been ready before it."""
+        if self._turns and turn in self._turns:
+            self._turns.remove(turn)
+            if not self._conn_lost:
+                self._ask_low()
+
+    def _ask_low(self) -> None:
+        """The native side tells of one level: the highest that anybody waits for now."""
+        low = self._reactor.settings.zc_low_water if self._zc_waiters else -1
+        if self._turns:
+            low = max(low, self._turns[0].limit)
+        if low >= 0:
+            self._conn.zc_low = low
+            notify(self._conn, lib.AZC_NOTIFY_ZC_LOW)
+
+    def _low_reached(self) -> None:
+        low_water = self._reactor.settings.zc_low_water
+        if self._zc_waiters and not self._conn_lost and outstanding(self._conn) <= low_water:
+            self._wake_zc_waiters(None)
+        while self._turns and not self._conn_lost and self._turns[0].ready():
+            self._turns.popleft().come(None)
+        if self._turns and not self._conn_lost and outstanding(self._conn) <= self._turns[0].limit:
+            # TLS holds bytes back, and tells nobody when it goes on.
+            self._loop.call_later(TLS_RETRY_SECONDS, self._low_reached)
+        elif not self._conn_lost:
+            self._ask_low()
 
     def _wake_zc_waiters(self, error: BaseException | None) -> None:
         waiters, self._zc_waiters = self._zc_waiters, ()
@@ -499,6 +555,10 @@ class StreamTransport(NativeTransport):
         self._held = ()
         self._fast = 0
 
+    def _loop_closed(self) -> None:
+        super()._loop_closed()
+        self._turns = ()  # nobody will come to them, and they hold buffers
+
     def _release_sink(self) -> None:
         if self._sink is not None:
             self._sink.end()
@@ -507,6 +567,8 @@ class StreamTransport(NativeTransport):
         self._release_sink()
         if self._zc_waiters:
             self._wake_zc_waiters(ConnectionResetError("Connection lost"))
+        while self._turns:
+            self._turns.popleft().come(ConnectionResetError("Connection lost"))
         while self._marks:
             self._marks.popleft()[1]._settle(errno.ECONNRESET)
         if self._empty_waiter is not None and not self._empty_waiter.done():

@@ -11,29 +11,51 @@ import asyncio
 import errno
 from typing import Any
 
-from .._reactor_c import ffi
-from ..buffers import export
+from .._fast import Parts
 from ..operation import Operation
-from .stream import Sendable
-
-_RETRY_SECONDS = 0.005
+from .stream import TLS_RETRY_SECONDS, Sendable
 
 
-def tls_write(transport: Any, data: Sendable) -> Operation:
-    """Queue copies behind what was written before; see StreamWriter.zc_submit for the errors."""
+def tls_check(transport: Any) -> None:
+    """Raises where nothing can be queued any more."""
     raw = transport._ssl_protocol._transport
     if transport.is_closing() or raw is None or raw.is_closing():
         raise ConnectionResetError(
             errno.ECONNRESET, "the transport is closing: nothing was queued; open a new connection"
         )
-    exports = [export(part) for part in (data if isinstance(data, (list, tuple)) else [data])]
-    parts = [bytes(ffi.buffer(part)) for part in exports if len(part)]
-    if not parts:
-        return Operation.finished(transport._loop)
+
+
+def tls_write(transport: Any, data: Sendable) -> Operation:
+    """Queue copies behind what was written before; see StreamWriter.zc_submit for the errors."""
+    tls_check(transport)
+    keep = Parts(data)
+    return (
+        tls_queue(transport, keep.copies()) if keep.nbytes else Operation.finished(transport._loop)
+    )
+
+
+def tls_queue(transport: Any, parts: list[bytes]) -> Operation:
+    """Queue what nobody changes, after `tls_check`: the same may go to many transports."""
     op = Operation.copied(transport._loop, sum(map(len, parts)))
     transport.writelines(parts)
     _settle_later(transport, op)
     return op
+
+
+class _Again:
+    """Stands for an operation among the marks of the stream below: then it is looked at again."""
+
+    __slots__ = ("_op", "_transport")
+
+    def __init__(self, transport: Any, op: Operation) -> None:
+        self._transport = transport
+        self._op = op
+
+    def _settle(self, error: int) -> None:
+        if error:
+            self._op._settle(error)
+        else:
+            _settle_later(self._transport, self._op)
 
 
 def _settle_later(transport: Any, op: Operation) -> None:
@@ -42,10 +64,13 @@ def _settle_later(transport: Any, op: Operation) -> None:
     raw = tls._transport
     if raw is None or raw._loop is None:
         op._settle(errno.ECONNRESET)
-    elif tls._write_buffer_size:
+    elif tls._get_write_buffer_size() and raw.get_write_buffer_size():
+        # The stream below is above high water: encrypted bytes wait for its resume_writing.
+        raw._settle_when_sent(_Again(transport, op))
+    elif tls._get_write_buffer_size():
         # A handshake, or a renegotiation, holds application data back; asyncio tells nobody when
         # it goes on.
-        raw._loop.call_later(_RETRY_SECONDS, _settle_later, transport, op)
+        raw._loop.call_later(TLS_RETRY_SECONDS, _settle_later, transport, op)
     else:
         raw._settle_when_sent(op)
 
