@@ -90,6 +90,10 @@
 
 #define AZC_EVENTS 4096
 
+/* azc_stats.release: bucket n counts n microseconds below 8; above, each power of two has 8
+ * buckets, the n-th beginning at (8 + n % 8) << (n / 8 - 1). The last holds whatever is longer. */
+#define AZC_RELEASE_BUCKETS 256
+
 typedef struct azc_reactor azc_reactor;
 
 typedef struct azc_iov {
@@ -172,6 +176,10 @@ typedef struct azc_stats {
     uint64_t enters;
     uint64_t connections;
     uint64_t enobufs;
+    uint64_t stacks;             /* requests that closed a stack: they carried MSG_EOR */
+    uint64_t notification_turns; /* harvests that brought a notification */
+    uint64_t release_max_ns;
+    uint64_t release[256]; /* requests by the time from issue to notification */
 } azc_stats;
 
 typedef struct azc_config {
@@ -187,6 +195,7 @@ typedef struct azc_config {
     uint64_t zc_low_water;
     uint64_t zc_transport_cap;
     uint64_t zc_loop_cap;
+    uint64_t zc_eor_bytes; /* a stack is closed each so many bytes; 0: never */
 } azc_config;
 
 /* Library-wide. */

@@ -26,8 +26,9 @@
 /* asyncio's limits of a write buffer, where nobody set others. */
 #define HIGH_WATER (64u << 10)
 #define LOW_WATER (16u << 10)
-/* A zero-copy stack is closed by MSG_EOR each so many bytes, else notifications starve. */
-#define EOR_BYTES (64u << 10)
+/* Half-closed peers: a request may end short there, and then without closing its stack. So it
+ * gathers no more than this where it pins. */
+#define UNSURE_MAX (64u << 10)
 /* Parts smaller than this on average are copied: each is charged a page at the receiver, whose
  * window collapses (measured on loopback, 1,500 parts of 64 B to a 16 KiB receive buffer: 49.5 s,
  * 1 ms by copying). Not where a threshold of 0 forces zero-copy. */
@@ -102,6 +103,7 @@ struct req { /* one request: alive from its SQE to its last completion */
     struct conn *conn;
     uint64_t bytes;   /* issued; after the first completion: accepted */
     uint64_t end_pos; /* stream position behind its last byte */
+    uint64_t issued;  /* turn_ns of then, if zc */
     azc_op **ops;
     azc_op *inline_ops[REQ_INLINE_OPS];
     uint32_t n_ops, cap_ops;
@@ -218,6 +220,7 @@ struct azc_reactor {
     uint16_t *spare;
     uint32_t n_spare;
     bool detaching;
+    uint64_t turn; /* what turn_ns read in this turn; 0: not yet */
     uint32_t fault_every[AZC_FAULT_KINDS], fault_count[AZC_FAULT_KINDS];
     pid_t pid;
 };
@@ -278,6 +281,13 @@ static inline void connected(struct conn *c)
 static inline void poll_fired(struct conn *c)
 {
     c->r->fired |= c->pub.kind == AZC_WAKE ? AZC_FIRED_WAKE : AZC_FIRED_POLL;
+}
+/* The clock as of this turn: read once, and only if somebody asks. */
+static inline uint64_t turn_ns(struct azc_reactor *r)
+{
+    if (!r->turn)
+        r->turn = now_ns();
+    return r->turn;
 }
 static inline struct part *sendq_at(struct sendq *q, uint32_t i)
 {

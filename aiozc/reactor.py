@@ -72,6 +72,7 @@ class Reactor:
         native.zc_threshold = cfg.zc_threshold
         native.zc_low_water = cfg.zc_low_water
         native.adaptive = cfg.adaptive
+        native.zc_eor_bytes = cfg.zc_eor_bytes
         native.zc_loop_cap = loop_cap if cfg.zc_loop_cap is None else cfg.zc_loop_cap
         native.zc_transport_cap = (
             transport_cap if cfg.zc_transport_cap is None else cfg.zc_transport_cap

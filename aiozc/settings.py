@@ -18,6 +18,12 @@ class Settings:
     zc_transport_cap, zc_loop_cap: bytes that one transport, or the loop, may have pinned. Over a
         cap sends go by copying; nobody waits. None: a share of what may be locked (RLIMIT_MEMLOCK).
     zc_low_water: `zc_drain` waits until pinned and unsent bytes together are at most this.
+    zc_eor_bytes: a connection's consecutive zero-copy requests share one packet buffer of the kernel,
+        which makes small ones cheap; the memory of all of them is released together, when the last
+        one's bytes are acknowledged. After so many bytes the next request begins a new one. Larger:
+        more pinned than unacknowledged. 0 never ends one, and then nothing at all is released while the
+        stream is busy (`pinned_bytes` grows up to the caps, and the rest goes by copying): for
+        measurements only. Requests whose report `adaptive` waits for end theirs anyway.
     zc_close_timeout: seconds that `loop.close()` waits for the kernel to release memory. What it has
         not released then is kept for the life of the process.
     zc_linger: seconds that a closed connection may keep memory pinned without its peer acknowledging a
@@ -33,6 +39,7 @@ class Settings:
     zc_transport_cap: int | None = None
     zc_loop_cap: int | None = None
     zc_low_water: int = 256 * 1024
+    zc_eor_bytes: int = 64 * 1024
     zc_close_timeout: float = 1.0
     zc_linger: float = 60.0
     max_request: int = 1024 * 1024
@@ -44,7 +51,8 @@ class Settings:
             raise ValueError(f"backend must be 'uring', 'epoll' or None, not {self.backend!r}")
         if self.zerocopy not in (None, "auto", "off"):
             raise ValueError(f"zerocopy must be 'auto', 'off' or None, not {self.zerocopy!r}")
-        for name in ("zc_threshold", "zc_transport_cap", "zc_loop_cap", "zc_low_water"):
+        sizes = ("zc_threshold", "zc_transport_cap", "zc_loop_cap", "zc_low_water", "zc_eor_bytes")
+        for name in sizes:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} is a number of bytes and cannot be {value}")
