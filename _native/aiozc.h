@@ -178,6 +178,7 @@ typedef struct azc_stats {
     uint64_t enobufs;
     uint64_t stacks;             /* requests that closed a stack: they carried MSG_EOR */
     uint64_t notification_turns; /* harvests that brought a notification */
+    uint64_t timeouts;           /* connections given up after zc_timeout */
     uint64_t release_max_ns;
     uint64_t release[256]; /* requests by the time from issue to notification */
 } azc_stats;
@@ -195,7 +196,8 @@ typedef struct azc_config {
     uint64_t zc_low_water;
     uint64_t zc_transport_cap;
     uint64_t zc_loop_cap;
-    uint64_t zc_eor_bytes; /* a stack is closed each so many bytes; 0: never */
+    uint64_t zc_eor_bytes;  /* a stack is closed each so many bytes; 0: never */
+    uint64_t zc_timeout_ns; /* azc_conn_timeout of each new stream */
 } azc_config;
 
 /* Library-wide. */
@@ -231,6 +233,10 @@ void azc_conn_flush(azc_conn *c);
 int azc_conn_abort(azc_conn *c, int error);
 int azc_conn_close(azc_conn *c, int error);
 int azc_linger(azc_reactor *r, int64_t limit_ns);
+
+/* A stream whose unsent or pinned bytes make no progress for so long (0: never) gets
+ * AZC_NOTIFY_ERROR with -ETIMEDOUT, as do its operations; closing it then sends RST. */
+void azc_conn_timeout(azc_conn *c, uint64_t ns);
 
 /* Sending. */
 int azc_write(azc_conn *c, const char *p, size_t n, int by_reference);

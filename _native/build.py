@@ -18,7 +18,18 @@ from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-SOURCES = ["table", "slab", "optable", "sendq", "dgramq", "reactor", "uring", "epoll", "probe"]
+SOURCES = [
+    "table",
+    "slab",
+    "optable",
+    "sendq",
+    "dgramq",
+    "reactor",
+    "stall",
+    "uring",
+    "epoll",
+    "probe",
+]
 NEEDS = (2, 3)
 REMEDY = "install it with: apt-get install gcc pkg-config liburing-dev python3-dev"
 

@@ -4,6 +4,7 @@
  *   slab.c      memory of copied bytes        table.c   slots with generations
  *   optable.c   operations and requests       sendq.c   one FIFO a socket, knows no backend
  *   uring.c, epoll.c   the two backends       reactor.c  the ABI over them
+ *   stall.c     peers that stop reading
  */
 #ifndef AIOZC_INTERNAL_H
 #define AIOZC_INTERNAL_H
@@ -183,6 +184,9 @@ struct conn {
     int kept_fd;
     int kept_unacked;
     uint64_t kept_since;
+    /* Open: zc_timeout, and what stall.c saw when it last looked (with the two above). */
+    uint64_t timeout_ns, seen_sent, seen_acked;
+    uint32_t seen_pass;
 };
 
 /* ---- reactor.c ---- */
@@ -196,6 +200,17 @@ struct backend {
     void (*destroy)(struct azc_reactor *r);
 };
 extern const struct backend uring_backend, epoll_backend;
+
+/* ---- stall.c ---- */
+
+struct stall {
+    uint64_t tick;  /* nanoseconds between two looks; 0: no timeout was ever set */
+    uint64_t clock; /* runs while the loop does */
+    uint64_t last;
+    uint32_t pass;
+    bool watching;
+};
+int64_t stall_watch(struct azc_reactor *r, int64_t timeout_ns);
 
 struct azc_reactor {
     azc_event out[AZC_EVENTS];
@@ -220,6 +235,7 @@ struct azc_reactor {
     uint16_t *spare;
     uint32_t n_spare;
     bool detaching;
+    struct stall stall;
     uint64_t turn; /* what turn_ns read in this turn; 0: not yet */
     uint32_t fault_every[AZC_FAULT_KINDS], fault_count[AZC_FAULT_KINDS];
     pid_t pid;

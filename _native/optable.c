@@ -14,7 +14,8 @@
  *   RELEASED   parts == 0 and pins == 0              AZC_EV_RELEASED
  *   WITHDRAWN  azc_withdraw while QUEUED             none: the caller did it
  *   FAILED     its queue was dropped                 AZC_EV_SENT with res < 0 if want_sent and
- * pinned, then AZC_EV_RELEASED once pins == 0
+ * pinned, then AZC_EV_RELEASED once pins == 0. Also, by stall.c,
+ * one that was SENT and is still pinned when its peer is given up
  *
  * Never: release on a first completion with F_MORE, on cancel, on close, or on an error alone.
  */

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from . import stats
 from ._reactor_c import ffi, lib
 from .operation import Operation, OperationState
+from .settings import timeout_ns
 
 if TYPE_CHECKING:
     import asyncio
@@ -73,6 +74,7 @@ class Reactor:
         native.zc_low_water = cfg.zc_low_water
         native.adaptive = cfg.adaptive
         native.zc_eor_bytes = cfg.zc_eor_bytes
+        native.zc_timeout_ns = timeout_ns(cfg.zc_timeout)
         native.zc_loop_cap = loop_cap if cfg.zc_loop_cap is None else cfg.zc_loop_cap
         native.zc_transport_cap = (
             transport_cap if cfg.zc_transport_cap is None else cfg.zc_transport_cap

@@ -5,6 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def timeout_ns(seconds: float | None) -> int:
+    """For the native side: nanoseconds, 0 for None and infinity. ValueError: not more than 0."""
+    if seconds is None or seconds >= 1e9:
+        return 0
+    if not seconds > 0:
+        raise ValueError(
+            f"zc_timeout must be more than 0 seconds, not {seconds}; None is no timeout"
+        )
+    return max(1, int(seconds * 1e9))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Settings of one loop; each is also a keyword of `new_event_loop`, `run` and `EventLoop`.
@@ -28,6 +39,10 @@ class Settings:
         not released then is kept for the life of the process.
     zc_linger: seconds that a closed connection may keep memory pinned without its peer acknowledging a
         byte. Then it is reset, which frees the memory and destroys what the peer has not read.
+    zc_timeout: seconds that a stream may hold unsent or pinned bytes, plain writes included, while the
+        kernel accepts none of them and the peer acknowledges none. Then it is reset as by `zc_reset`:
+        its operations fail with TimeoutError, and so does the connection. However slowly a peer reads, it
+        is spared. What the kernel holds in a copy of its own is TCP_USER_TIMEOUT's. None: never.
     max_request: bytes that one request gathers at most; bounds what it pins.
     ring_entries, cq_entries: sizes of the submission and completion queues.
     """
@@ -42,6 +57,7 @@ class Settings:
     zc_eor_bytes: int = 64 * 1024
     zc_close_timeout: float = 1.0
     zc_linger: float = 60.0
+    zc_timeout: float | None = None
     max_request: int = 1024 * 1024
     ring_entries: int = 1024
     cq_entries: int = 8192
@@ -59,6 +75,7 @@ class Settings:
         for name in ("zc_close_timeout", "zc_linger"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is in seconds and cannot be {getattr(self, name)}")
+        timeout_ns(self.zc_timeout)
         if not 4096 <= self.max_request <= 1 << 30:
             raise ValueError("max_request must lie between 4 KiB and 1 GiB")
         for name in ("ring_entries", "cq_entries"):

@@ -23,6 +23,7 @@ class ZcStats:
     queued_bytes: accepted and not sent. pinned_bytes: issued zero-copy and not released.
     stacks: zero-copy requests that ended a stack (see zc_eor_bytes in Settings).
     notification_turns: times that the completion queue was read and held at least one notification.
+    timeouts: connections reset by zc_timeout.
     release_p50, release_p90, release_p99, release_max: seconds from the issue of a zero-copy request
     to its notification, of those that sent anything; 0.0 before the first one. The percentiles are
     upper bounds, at most an eighth too high.
@@ -50,6 +51,7 @@ class ZcStats:
     enobufs: int
     stacks: int
     notification_turns: int
+    timeouts: int
     release_p50: float
     release_p90: float
     release_p99: float

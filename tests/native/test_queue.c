@@ -365,6 +365,34 @@ static void only_what_a_notification_released_is_timed(void)
     CHECK(n == 1);
 }
 
+static void looks(azc_reactor *r, int n)
+{
+    for (int i = 0; i < n; i++) {
+        (void)stall_watch(r, -1);
+        r->stall.last -= r->stall.tick; /* as if so much time had gone by */
+    }
+}
+
+/* Between two looks everything was withdrawn, which is no progress that could be seen. */
+static void a_timeout_begins_anew_with_what_is_queued_anew(void)
+{
+    azc_reactor *r = make(1 << 20);
+    struct conn *c = connection(r), *other = connection(r);
+    azc_conn_timeout(&c->pub, 8000000000u);
+    azc_submit_one(&other->pub, memory, 1000); /* outstanding all the time */
+    for (int i = 0; i < 3; i++) {
+        azc_op *op = azc_submit_one(&c->pub, memory, 1000);
+        looks(r, 6);
+        CHECK(!c->pub.error && azc_withdraw(&c->pub, op) == 1);
+        looks(r, 20);
+    }
+    azc_submit_one(&c->pub, memory, 1000);
+    looks(r, 6);
+    CHECK(!c->pub.error);
+    looks(r, 6);
+    CHECK(c->pub.error == -ETIMEDOUT && !other->pub.error && r->stats.timeouts == 1);
+}
+
 static void tokens_of_freed_slots_are_stale(void)
 {
     struct table t;
@@ -405,6 +433,7 @@ int main(void)
     end_of_record_each_so_many_bytes(0);
     release_times_fall_into_their_buckets();
     only_what_a_notification_released_is_timed();
+    a_timeout_begins_anew_with_what_is_queued_anew();
     tokens_of_freed_slots_are_stale();
     return 0;
 }
