@@ -25,6 +25,7 @@ from support import (
     in_thread,
     soon,
     stalled,
+    tls_contexts,
 )
 
 import aiozc
@@ -115,6 +116,32 @@ def test_plain_writes_count_and_drain_raises(run, loop_factory):
             with pytest.raises(TimeoutError):
                 await soon(writer.drain())
             assert TIMEOUT <= time.monotonic() - began < TIMEOUT + SLACK
+
+    run(main(), lambda: loop_factory(zc_timeout=TIMEOUT))
+
+
+def test_tls_and_what_it_waits_with_get_the_same_error(run, loop_factory):
+    # Fails when: what waits for a position of the stream is told of a reset that nobody sent.
+    server_context, client_context = tls_contexts()
+
+    async def main() -> None:
+        with StalledReader() as peer:
+
+            def handshake() -> Any:
+                return server_context.wrap_socket(peer.listener.accept()[0], server_side=True)
+
+            serving = asyncio.ensure_future(in_thread(handshake))
+            _, writer = await asyncio.open_connection(
+                *peer.address, ssl=client_context, server_hostname="localhost"
+            )
+            stalled_peer = await serving
+            op = writer.zc_submit(bytes(20 * MIB))
+            began = time.monotonic()
+            await assert_timed_out(op)
+            assert TIMEOUT <= time.monotonic() - began < TIMEOUT + SLACK
+            with pytest.raises(TimeoutError):
+                await soon(writer.wait_closed())
+            stalled_peer.close()
 
     run(main(), lambda: loop_factory(zc_timeout=TIMEOUT))
 

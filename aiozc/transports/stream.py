@@ -371,6 +371,8 @@ class StreamTransport(NativeTransport):
     def _sent_some(self, res: int, what: int) -> None:
         if res < 0:
             error = os_error(res)
+            while self._marks:
+                self._marks.popleft()[1]._settle(-res)
             self._fatal_error(error, "Fatal write error on socket transport")
             if self._empty_waiter is not None and not self._empty_waiter.done():
                 self._empty_waiter.set_exception(error)
