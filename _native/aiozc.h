@@ -99,6 +99,10 @@
 #define AZC_REGIONS_MAX 1024        /* in the process */
 #define AZC_REGION_BYTES 1073741824 /* the kernel's limit of one */
 
+/* azc_stats.release: bucket n counts n microseconds below 8; above, each power of two has 8
+ * buckets, the n-th beginning at (8 + n % 8) << (n / 8 - 1). The last holds whatever is longer. */
+#define AZC_RELEASE_BUCKETS 256
+
 typedef struct azc_reactor azc_reactor;
 
 typedef struct azc_iov {
@@ -185,6 +189,11 @@ typedef struct azc_stats {
     uint64_t enters;
     uint64_t connections;
     uint64_t enobufs;
+    uint64_t stacks;             /* requests that closed a stack: they carried MSG_EOR */
+    uint64_t notification_turns; /* harvests that brought a notification */
+    uint64_t timeouts;           /* connections given up after zc_timeout */
+    uint64_t release_max_ns;
+    uint64_t release[256]; /* requests by the time from issue to notification */
 } azc_stats;
 
 typedef struct azc_config {
@@ -202,6 +211,8 @@ typedef struct azc_config {
     uint64_t zc_low_water;
     uint64_t zc_transport_cap;
     uint64_t zc_loop_cap;
+    uint64_t zc_eor_bytes;  /* a stack is closed each so many bytes; 0: never */
+    uint64_t zc_timeout_ns; /* azc_conn_timeout of each new stream */
 } azc_config;
 
 /* Library-wide. */
@@ -238,6 +249,10 @@ void azc_conn_flush(azc_conn *c);
 int azc_conn_abort(azc_conn *c, int error);
 int azc_conn_close(azc_conn *c, int error);
 int azc_linger(azc_reactor *r, int64_t limit_ns);
+
+/* A stream whose unsent or pinned bytes make no progress for so long (0: never) gets
+ * AZC_NOTIFY_ERROR with -ETIMEDOUT, as do its operations; closing it then sends RST. */
+void azc_conn_timeout(azc_conn *c, uint64_t ns);
 
 /* Sending. */
 int azc_write(azc_conn *c, const char *p, size_t n, int by_reference);

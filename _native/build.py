@@ -28,6 +28,7 @@ SOURCES = [
     "sendq",
     "dgramq",
     "reactor",
+    "stall",
     "uring",
     "epoll",
     "probe",

@@ -4,6 +4,7 @@
  *   slab.c      memory of copied bytes        table.c   slots with generations
  *   optable.c   operations and requests       sendq.c   one FIFO a socket, knows no backend
  *   uring.c, epoll.c   the two backends       reactor.c  the ABI over them
+ *   stall.c     peers that stop reading
  */
 #ifndef AIOZC_INTERNAL_H
 #define AIOZC_INTERNAL_H
@@ -29,8 +30,9 @@
 /* Received bytes that one turn hands out, at least: more of them would not be in the cache any more
  * when their protocol reads them (bench/peers.py, row echo-64KiB-x64). */
 #define TURN_BYTES (256u << 10)
-/* A zero-copy stack is closed by MSG_EOR each so many bytes, else notifications starve. */
-#define EOR_BYTES (64u << 10)
+/* Half-closed peers: a request may end short there, and then without closing its stack. So it
+ * gathers no more than this where it pins. */
+#define UNSURE_MAX (64u << 10)
 /* Parts smaller than this on average are copied: each is charged a page at the receiver, whose
  * window collapses (measured on loopback, 1,500 parts of 64 B to a 16 KiB receive buffer: 49.5 s,
  * 1 ms by copying). Not where a threshold of 0 forces zero-copy. */
@@ -108,6 +110,7 @@ struct req { /* one request: alive from its SQE to its last completion */
     struct conn *conn;
     uint64_t bytes;   /* issued; after the first completion: accepted */
     uint64_t end_pos; /* stream position behind its last byte */
+    uint64_t issued;  /* turn_ns of then, if zc */
     azc_op **ops;
     azc_op *inline_ops[REQ_INLINE_OPS];
     uint32_t n_ops, cap_ops;
@@ -209,6 +212,9 @@ struct conn {
     int kept_fd;
     int kept_unacked;
     uint64_t kept_since;
+    /* Open: zc_timeout, and what stall.c saw when it last looked (with the two above). */
+    uint64_t timeout_ns, seen_sent, seen_acked;
+    uint32_t seen_pass;
 };
 
 /* ---- reactor.c ---- */
@@ -224,6 +230,17 @@ struct backend {
     void (*destroy)(struct azc_reactor *r);
 };
 extern const struct backend uring_backend, epoll_backend;
+
+/* ---- stall.c ---- */
+
+struct stall {
+    uint64_t tick;  /* nanoseconds between two looks; 0: no timeout was ever set */
+    uint64_t clock; /* runs while the loop does */
+    uint64_t last;
+    uint32_t pass;
+    bool watching;
+};
+int64_t stall_watch(struct azc_reactor *r, int64_t timeout_ns);
 
 struct azc_reactor {
     azc_event out[AZC_EVENTS];
@@ -248,6 +265,8 @@ struct azc_reactor {
     uint16_t *spare;
     uint32_t n_spare;
     bool detaching;
+    struct stall stall;
+    uint64_t turn; /* what turn_ns read in this turn; 0: not yet */
     uint32_t fault_every[AZC_FAULT_KINDS], fault_count[AZC_FAULT_KINDS];
     pid_t pid;
 };
@@ -312,6 +331,13 @@ static inline void poll_fired(struct conn *c)
 static inline bool wants_zc(const azc_op *op)
 {
     return op->kind == OP_USER || op->kind == OP_AUTO;
+}
+/* The clock as of this turn: read once, and only if somebody asks. */
+static inline uint64_t turn_ns(struct azc_reactor *r)
+{
+    if (!r->turn)
+        r->turn = now_ns();
+    return r->turn;
 }
 static inline struct part *sendq_at(struct sendq *q, uint32_t i)
 {

@@ -14,7 +14,8 @@
  *   RELEASED   parts == 0 and pins == 0              AZC_EV_RELEASED
  *   WITHDRAWN  azc_withdraw while QUEUED             none: the caller did it
  *   FAILED     its queue was dropped                 AZC_EV_SENT with res < 0 if want_sent and
- * pinned, then AZC_EV_RELEASED once pins == 0
+ * pinned, then AZC_EV_RELEASED once pins == 0. Also, by stall.c,
+ * one that was SENT and is still pinned when its peer is given up
  *
  * Never: release on a first completion with F_MORE, on cancel, on close, or on an error alone.
  */
@@ -146,7 +147,9 @@ struct req *req_new(struct conn *c, const struct gathered *g)
          * whose skb was still open (measured: the others always say "copied"). */
         q->fresh = c->last_eor || c->notifs == 0;
         c->last_eor = g->eor;
+        q->issued = turn_ns(r);
         r->stats.zc_requests++;
+        r->stats.stacks += g->eor;
         c->pub.pinned += q->bytes;
         r->stats.pinned_bytes += q->bytes;
         if (r->stats.pinned_bytes > r->stats.pinned_peak)
@@ -161,6 +164,19 @@ static void unpin_bytes(struct req *q, uint64_t n)
     q->conn->r->stats.pinned_bytes -= n;
 }
 
+static void count_release(struct azc_reactor *r, uint64_t issued)
+{
+    uint64_t now = turn_ns(r), ns = now > issued ? now - issued : 0, us = ns / 1000;
+    if (ns > r->stats.release_max_ns)
+        r->stats.release_max_ns = ns;
+    unsigned n = (unsigned)us;
+    if (us >= 8) {
+        unsigned power = 63u - (unsigned)__builtin_clzll(us);
+        n = (power - 2) * 8 + (unsigned)(us >> (power - 3) & 7);
+    }
+    r->stats.release[n < AZC_RELEASE_BUCKETS ? n : AZC_RELEASE_BUCKETS - 1]++;
+}
+
 /* Its last completion was seen: nothing of it is with the kernel any more. */
 static void req_finish(struct req *q)
 {
@@ -168,6 +184,8 @@ static void req_finish(struct req *q)
     struct azc_reactor *r = c->r;
     if (q->zc)
         unpin_bytes(q, q->bytes);
+    if (q->zc && q->notif_seen && q->bytes)
+        count_release(r, q->issued);
     azc_op **ops = q->ops;
     uint32_t n = q->n_ops;
     azc_op *few[REQ_INLINE_OPS];
@@ -261,10 +279,9 @@ void req_notif(struct req *q, bool reported, bool copied)
         c->pub.path = (uint8_t)path;
         adapt(c, path == AZC_PATH_COPIED);
     }
-    if (!q->first_seen) {
-        q->notif_seen = true;
+    q->notif_seen = true;
+    if (!q->first_seen)
         return;
-    }
     c->notifs--;
     r->stats.notifications_outstanding--;
     req_finish(q);

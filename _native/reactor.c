@@ -288,6 +288,8 @@ int azc_attach(azc_reactor *r)
 int azc_wait(azc_reactor *r, int64_t timeout_ns)
 {
     retire_batch(r);
+    if (r->stall.tick)
+        timeout_ns = stall_watch(r, timeout_ns);
     int rc = r->be->wait(r, anything(r) ? 0 : timeout_ns);
     return anything(r) || rc >= 0 ? azc_take_events(r) : rc;
 }
@@ -399,6 +401,7 @@ azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind, int family)
     c->pub.zc_cap = r->cfg.zc_transport_cap;
     c->dq.recv_msg.msg_namelen = AZC_NAME_MAX;
     if (kind == AZC_STREAM) {
+        azc_conn_timeout(&c->pub, r->cfg.zc_timeout_ns);
         r->stats.connections++;
         bool tcp = family == AF_INET || family == AF_INET6;
         int on = 1;

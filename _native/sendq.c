@@ -10,8 +10,8 @@
  *  4. What the kernel did not accept stays at the head: a short result needs no special case.
  *  5. `copy_left` bytes at the head go by copying (they met ENOMEM or ENOBUFS); then zero-copy
  * resumes.
- *  6. MSG_EOR on the request that completes each 64 KiB of a zero-copy stream, else the kernel
- * stacks notifications without end (measured: 0 of 11,328 within 3 s).
+ *  6. MSG_EOR on the request that completes each zc_eor_bytes (64 KiB) of a zero-copy stream, else
+ * the kernel stacks notifications without end (measured: 0 of 11,328 within 3 s).
  *
  * Never: touch memory of a part, or decide that a part is released (optable.c does).
  */
@@ -187,8 +187,8 @@ int sendq_gather(struct conn *c, struct gathered *g)
     uint32_t max = q->count < c->r->cfg.max_parts ? q->count : c->r->cfg.max_parts, n = 0;
     if (q->copy_left && q->copy_left < limit)
         limit = q->copy_left;
-    if ((q->zc_parts || q->auto_parts) && !may_wait(c) && limit > EOR_BYTES)
-        limit = EOR_BYTES; /* it may end short, and then without closing its stack */
+    if ((q->zc_parts || q->auto_parts) && !may_wait(c) && limit > UNSURE_MAX)
+        limit = UNSURE_MAX;
     int rc = reserve_iov(q, max);
     if (rc < 0)
         return rc;
@@ -206,9 +206,10 @@ int sendq_gather(struct conn *c, struct gathered *g)
     if (!q->copy_left)
         g->zc = zc_allowed(c, zc_bytes, g);
     if (g->zc) {
+        uint64_t stack = c->r->cfg.zc_eor_bytes;
         q->since_eor += g->bytes;
         /* A request whose report decides must not share its skb with another one. */
-        g->eor = q->since_eor >= EOR_BYTES ||
+        g->eor = (stack && q->since_eor >= stack) ||
                  (c->pub.adaptive && (c->path_copies || c->reports < COPIED_REPORTS));
         if (g->eor)
             q->since_eor = 0;

@@ -437,7 +437,8 @@ static unsigned harvest(struct azc_reactor *r)
     struct io_uring_cqe *cqe;
     unsigned head, n = 0;
     uint32_t taken = 0;
-    uint64_t refused = r->stats.enobufs;
+    uint64_t refused = r->stats.enobufs, told = r->stats.notifications;
+    r->turn = 0;
     if (sq_flags(u) & IORING_SQ_CQ_OVERFLOW)
         r->stats.cq_overflows++;
     io_uring_for_each_cqe(&u->ring, head, cqe)
@@ -457,6 +458,7 @@ static unsigned harvest(struct azc_reactor *r)
             on_cancel(r, UD_TOKEN(cqe->user_data), cqe->res);
     }
     io_uring_cq_advance(&u->ring, n);
+    r->stats.notification_turns += r->stats.notifications != told;
     adjust_buffers(r, taken, r->stats.enobufs != refused);
     return n;
 }
@@ -666,10 +668,11 @@ static bool bring_up(struct conn *c)
 
 static void flush(struct azc_reactor *r)
 {
+    struct conn *c = r->dirty, *next;
+    r->turn = 0;
     give_buffers(r);
     if (uring_of(r)->n_regions && uring_of(r)->epoch != regions_epoch())
         sweep_regions(uring_of(r));
-    struct conn *c = r->dirty, *next;
     r->dirty = NULL;
     for (; c; c = next) {
         next = c->dirty_next;

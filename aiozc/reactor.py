@@ -25,6 +25,7 @@ from . import _fast, hooks, stats
 from ._reactor_c import ffi, lib
 from .buffers import Frozen, refuse
 from .operation import Operation, OperationState
+from .settings import timeout_ns
 
 if TYPE_CHECKING:
     import asyncio
@@ -76,6 +77,8 @@ class Reactor:
         native.zc_low_water = cfg.zc_low_water
         native.adaptive = cfg.adaptive
         native.auto_write = ("off", "auto", "always").index(cfg.zc_write)
+        native.zc_eor_bytes = cfg.zc_eor_bytes
+        native.zc_timeout_ns = timeout_ns(cfg.zc_timeout)
         native.zc_loop_cap = loop_cap if cfg.zc_loop_cap is None else cfg.zc_loop_cap
         native.zc_transport_cap = (
             transport_cap if cfg.zc_transport_cap is None else cfg.zc_transport_cap

@@ -5,6 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def timeout_ns(seconds: float | None) -> int:
+    """For the native side: nanoseconds, 0 for None and infinity. ValueError: not more than 0."""
+    if seconds is None or seconds >= 1e9:
+        return 0
+    if not seconds > 0:
+        raise ValueError(
+            f"zc_timeout must be more than 0 seconds, not {seconds}; None is no timeout"
+        )
+    return max(1, int(seconds * 1e9))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Settings of one loop; each is also a keyword of `new_event_loop`, `run` and `EventLoop`.
@@ -21,10 +32,20 @@ class Settings:
     zc_transport_cap, zc_loop_cap: bytes that one transport, or the loop, may have pinned. Over a
         cap sends go by copying; nobody waits. None: a share of what may be locked (RLIMIT_MEMLOCK).
     zc_low_water: `zc_drain` waits until pinned and unsent bytes together are at most this.
+    zc_eor_bytes: a connection's consecutive zero-copy requests share one packet buffer of the kernel,
+        which makes small ones cheap; the memory of all of them is released together, when the last
+        one's bytes are acknowledged. After so many bytes the next request begins a new one. Larger:
+        more pinned than unacknowledged. 0 never ends one, and then nothing at all is released while the
+        stream is busy (`pinned_bytes` grows up to the caps, and the rest goes by copying): for
+        measurements only. Requests whose report `adaptive` waits for end theirs anyway.
     zc_close_timeout: seconds that `loop.close()` waits for the kernel to release memory. What it has
         not released then is kept for the life of the process.
     zc_linger: seconds that a closed connection may keep memory pinned without its peer acknowledging a
         byte. Then it is reset, which frees the memory and destroys what the peer has not read.
+    zc_timeout: seconds that a stream may hold unsent or pinned bytes, plain writes included, while the
+        kernel accepts none of them and the peer acknowledges none. Then it is reset as by `zc_reset`:
+        its operations fail with TimeoutError, and so does the connection. However slowly a peer reads, it
+        is spared. What the kernel holds in a copy of its own is TCP_USER_TIMEOUT's. None: never.
     max_request: bytes that one request gathers at most; bounds what it pins.
     ring_entries, cq_entries: sizes of the submission and completion queues.
     """
@@ -37,8 +58,10 @@ class Settings:
     zc_transport_cap: int | None = None
     zc_loop_cap: int | None = None
     zc_low_water: int = 256 * 1024
+    zc_eor_bytes: int = 64 * 1024
     zc_close_timeout: float = 1.0
     zc_linger: float = 60.0
+    zc_timeout: float | None = None
     max_request: int = 1024 * 1024
     ring_entries: int = 1024
     cq_entries: int = 8192
@@ -50,13 +73,15 @@ class Settings:
             raise ValueError(f"zerocopy must be 'auto', 'off' or None, not {self.zerocopy!r}")
         if self.zc_write not in ("auto", "off", "always"):
             raise ValueError(f"zc_write must be 'auto', 'off' or 'always', not {self.zc_write!r}")
-        for name in ("zc_threshold", "zc_transport_cap", "zc_loop_cap", "zc_low_water"):
+        sizes = ("zc_threshold", "zc_transport_cap", "zc_loop_cap", "zc_low_water", "zc_eor_bytes")
+        for name in sizes:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} is a number of bytes and cannot be {value}")
         for name in ("zc_close_timeout", "zc_linger"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is in seconds and cannot be {getattr(self, name)}")
+        timeout_ns(self.zc_timeout)
         if not 4096 <= self.max_request <= 1 << 30:
             raise ValueError("max_request must lie between 4 KiB and 1 GiB")
         for name in ("ring_entries", "cq_entries"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,12 @@ class ZcStats:
     EOPNOTSUPP (the socket cannot), cap (over zc_transport_cap or zc_loop_cap), path (adaptive: this
     connection's path copies anyway).
     queued_bytes: accepted and not sent. pinned_bytes: issued zero-copy and not released.
+    stacks: zero-copy requests that ended a stack (see zc_eor_bytes in Settings).
+    notification_turns: times that the completion queue was read and held at least one notification.
+    timeouts: connections reset by zc_timeout.
+    release_p50, release_p90, release_p99, release_max: seconds from the issue of a zero-copy request
+    to its notification, of those that sent anything; 0.0 before the first one. The percentiles are
+    upper bounds, at most an eighth too high.
     enters: calls into io_uring_enter, or epoll_wait. enobufs: receives that found no free buffer.
     """
 
@@ -44,10 +51,40 @@ class ZcStats:
     enters: int
     connections: int
     enobufs: int
+    stacks: int
+    notification_turns: int
+    timeouts: int
+    release_p50: float
+    release_p90: float
+    release_p99: float
+    release_max: float
 
     @property
     def parts_per_request(self) -> float:
         return self.parts / self.requests if self.requests else 0.0
+
+    @property
+    def notifications_per_turn(self) -> float:
+        """Of the turns that brought any."""
+        return self.notifications / self.notification_turns if self.notification_turns else 0.0
+
+
+def _end_us(bucket: int) -> int:
+    """The first microsecond behind a bucket of azc_stats.release (aiozc.h has the rule)."""
+    bucket += 1
+    return bucket if bucket < 8 else (8 + bucket % 8) << (bucket // 8 - 1)
+
+
+def percentiles(counts: Sequence[int], longest: float, shares: Sequence[float]) -> list[float]:
+    """Seconds below which these shares of the releases lie; `counts` as in azc_stats.release."""
+    total, seen, bucket = sum(counts), 0, 0
+    found = []
+    for share in shares:
+        while seen < total * share:
+            seen += counts[bucket]
+            bucket += 1
+        found.append(min(_end_us(bucket - 1) / 1e6, longest) if total else 0.0)
+    return found
 
 
 def read(native: Any, backend: str) -> ZcStats:
@@ -55,7 +92,17 @@ def read(native: Any, backend: str) -> ZcStats:
     plain = {
         name: int(getattr(native, name))
         for name in ZcStats.__slots__
-        if name not in ("backend", "fallbacks")
+        if name not in ("backend", "fallbacks") and not name.startswith("release_")
     }
     fallbacks = {name: int(native.fallbacks[i]) for i, name in enumerate(_FALLBACKS)}
-    return ZcStats(backend=backend, fallbacks=fallbacks, **plain)
+    longest = native.release_max_ns / 1e9
+    p50, p90, p99 = percentiles(list(native.release), longest, (0.5, 0.9, 0.99))
+    return ZcStats(
+        backend=backend,
+        fallbacks=fallbacks,
+        release_p50=p50,
+        release_p90=p90,
+        release_p99=p99,
+        release_max=longest,
+        **plain,
+    )

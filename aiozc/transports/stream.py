@@ -32,6 +32,7 @@ from .._fast import Parts
 from .._reactor_c import ffi, lib
 from ..buffers import Frozen, export, immutable
 from ..operation import Operation, path_name
+from ..settings import timeout_ns
 from .base import NativeTransport, notify, os_error
 
 if TYPE_CHECKING:
@@ -390,6 +391,8 @@ class StreamTransport(NativeTransport):
     def _sent_some(self, res: int, what: int) -> None:
         if res < 0:
             error = os_error(res)
+            while self._marks:
+                self._marks.popleft()[1]._settle(-res)
             self._fatal_error(error, "Fatal write error on socket transport")
             if self._empty_waiter is not None and not self._empty_waiter.done():
                 self._empty_waiter.set_exception(error)
@@ -454,10 +457,17 @@ class StreamTransport(NativeTransport):
         return op
 
     def zc_configure(
-        self, *, threshold: int | None = None, adaptive: bool | None = None, cap: int | None = None
+        self,
+        *,
+        threshold: int | None = None,
+        adaptive: bool | None = None,
+        cap: int | None = None,
+        timeout: float | None = None,
     ) -> None:
-        """Change zero-copy settings of this transport: see zc_threshold, adaptive and
-        zc_transport_cap in aiozc.Settings. ValueError: negative."""
+        """Change zero-copy settings of this transport: see zc_threshold, adaptive, zc_transport_cap and
+        zc_timeout in aiozc.Settings. None leaves one as it is; timeout=math.inf is no timeout.
+        ValueError: negative, or a timeout of 0; nothing is changed then."""
+        limit = timeout_ns(timeout)
         if (threshold is not None and threshold < 0) or (cap is not None and cap < 0):
             raise ValueError("threshold and cap are numbers of bytes and cannot be negative")
         if threshold is not None:
@@ -466,6 +476,8 @@ class StreamTransport(NativeTransport):
             self._conn.zc_cap = cap
         if adaptive is not None:
             self._conn.adaptive = adaptive
+        if timeout is not None and self._conn.token:
+            lib.azc_conn_timeout(self._conn, limit)
 
     def _settle_when_sent(self, op: Operation) -> None:
         """`op` (made by Operation.copied) ends when everything queued until now was accepted."""

@@ -25,6 +25,7 @@ static azc_reactor *make(uint64_t max_request)
     azc_config cfg = {.backend = AZC_EPOLL,
                       .zerocopy = 1,
                       .max_request = max_request,
+                      .zc_eor_bytes = 64 << 10,
                       .zc_transport_cap = UINT64_MAX / 4,
                       .zc_loop_cap = UINT64_MAX / 4};
     azc_reactor *r = azc_open(&cfg, &err);
@@ -268,7 +269,7 @@ static void a_request_that_may_not_wait_is_small_where_it_pins(void)
         azc_submit_one(&c->pub, memory, 1 << 20);
         while (c->q.count) {
             struct req *q = issue(c);
-            CHECK(q->zc && q->bytes == EOR_BYTES && c->last_eor);
+            CHECK(q->zc && q->bytes == UNSURE_MAX && c->last_eor);
             req_first(q, (int32_t)q->bytes, false);
         }
         CHECK(sendq_push(c, memory, 1 << 20, op_new(r, OP_REF, 1 << 20)) == 0);
@@ -293,21 +294,103 @@ static void one_unsent_request_a_socket(void)
     CHECK(!sendq_ready(c) && c->pub.pinned == 2000);
 }
 
-static void end_of_record_each_64_kib(void)
+static void end_of_record_each_so_many_bytes(uint64_t every)
 {
     azc_reactor *r = make(1 << 20);
+    r->cfg.zc_eor_bytes = every;
     struct conn *c = connection(r);
-    uint64_t since = 0;
+    uint64_t since = 0, stacks = 0;
     for (int i = 0; i < 200; i++) {
         struct gathered g;
         azc_submit_one(&c->pub, memory, 4000);
         CHECK(sendq_gather(c, &g) == 0 && g.zc);
         since += g.bytes;
-        CHECK(g.eor == (since >= EOR_BYTES));
+        CHECK(g.eor == (every && since >= every));
         if (g.eor)
             since = 0;
+        stacks += g.eor;
         req_first(req_new(c, &g), 4000, false);
     }
+    CHECK(r->stats.stacks == stacks && (every ? stacks >= 10 : !stacks));
+}
+
+static uint32_t bucket_of(azc_reactor *r, struct conn *c, uint64_t ns)
+{
+    memset(r->stats.release, 0, sizeof r->stats.release);
+    azc_submit_one(&c->pub, memory, 4000);
+    r->turn = 1000;
+    struct req *q = issue(c);
+    CHECK(q->zc);
+    req_first(q, 4000, true);
+    r->turn = 1000 + ns;
+    req_notif(q, false, false);
+    uint32_t found = AZC_RELEASE_BUCKETS;
+    for (uint32_t i = 0; i < AZC_RELEASE_BUCKETS; i++)
+        if (r->stats.release[i]) {
+            CHECK(r->stats.release[i] == 1 && found == AZC_RELEASE_BUCKETS);
+            found = i;
+        }
+    CHECK(found < AZC_RELEASE_BUCKETS);
+    return found;
+}
+
+/* Each bucket begins where the header says, and none is skipped. */
+static void release_times_fall_into_their_buckets(void)
+{
+    azc_reactor *r = make(1 << 20);
+    struct conn *c = connection(r);
+    for (uint32_t n = 0; n < AZC_RELEASE_BUCKETS; n++) {
+        uint64_t us = n < 8 ? n : (uint64_t)(8 + n % 8) << (n / 8 - 1);
+        CHECK(bucket_of(r, c, us * 1000) == n);
+        if (n)
+            CHECK(bucket_of(r, c, us * 1000 - 1) == n - 1);
+    }
+    CHECK(bucket_of(r, c, UINT64_MAX / 2) == AZC_RELEASE_BUCKETS - 1);
+    CHECK(r->stats.release_max_ns == UINT64_MAX / 2);
+}
+
+static void only_what_a_notification_released_is_timed(void)
+{
+    azc_reactor *r = make(1 << 20);
+    struct conn *c = connection(r);
+    uint64_t n = 0;
+    azc_submit_one(&c->pub, memory, 4000);
+    req_first(issue(c), 1000, false); /* an error's end, without a notification */
+    req_drop(issue(c));
+    struct req *q = issue(c);
+    req_notif(q, true, false); /* it may come first */
+    req_first(q, 3000, true);
+    for (uint32_t i = 0; i < AZC_RELEASE_BUCKETS; i++)
+        n += r->stats.release[i];
+    CHECK(n == 1);
+}
+
+static void looks(azc_reactor *r, int n)
+{
+    for (int i = 0; i < n; i++) {
+        (void)stall_watch(r, -1);
+        r->stall.last -= r->stall.tick; /* as if so much time had gone by */
+    }
+}
+
+/* Between two looks everything was withdrawn, which is no progress that could be seen. */
+static void a_timeout_begins_anew_with_what_is_queued_anew(void)
+{
+    azc_reactor *r = make(1 << 20);
+    struct conn *c = connection(r), *other = connection(r);
+    azc_conn_timeout(&c->pub, 8000000000u);
+    azc_submit_one(&other->pub, memory, 1000); /* outstanding all the time */
+    for (int i = 0; i < 3; i++) {
+        azc_op *op = azc_submit_one(&c->pub, memory, 1000);
+        looks(r, 6);
+        CHECK(!c->pub.error && azc_withdraw(&c->pub, op) == 1);
+        looks(r, 20);
+    }
+    azc_submit_one(&c->pub, memory, 1000);
+    looks(r, 6);
+    CHECK(!c->pub.error);
+    looks(r, 6);
+    CHECK(c->pub.error == -ETIMEDOUT && !other->pub.error && r->stats.timeouts == 1);
 }
 
 static void tokens_of_freed_slots_are_stale(void)
@@ -344,7 +427,13 @@ int main(void)
     tiny_parts_are_copied_unless_zero_copy_is_forced();
     a_request_that_may_not_wait_is_small_where_it_pins();
     one_unsent_request_a_socket();
-    end_of_record_each_64_kib();
+    end_of_record_each_so_many_bytes(64 << 10);
+    end_of_record_each_so_many_bytes(10000);
+    end_of_record_each_so_many_bytes(1);
+    end_of_record_each_so_many_bytes(0);
+    release_times_fall_into_their_buckets();
+    only_what_a_notification_released_is_timed();
+    a_timeout_begins_anew_with_what_is_queued_anew();
     tokens_of_freed_slots_are_stale();
     return 0;
 }
