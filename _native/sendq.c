@@ -115,7 +115,7 @@ static int reserve_iov(struct sendq *q, uint32_t want)
     return 0;
 }
 
-static bool zc_allowed(struct conn *c, uint64_t zc_bytes, uint64_t bytes, uint32_t parts)
+bool zc_allowed(struct conn *c, uint64_t zc_bytes, uint64_t bytes, uint32_t parts)
 {
     struct azc_reactor *r = c->r;
     if (!zc_bytes || !c->pub.zc_ok || zc_bytes < c->pub.zc_threshold)
@@ -132,11 +132,6 @@ static bool zc_allowed(struct conn *c, uint64_t zc_bytes, uint64_t bytes, uint32
     if (c->pub.pinned + bytes > c->pub.zc_cap ||
         r->stats.pinned_bytes + bytes > r->cfg.zc_loop_cap) {
         r->stats.fallbacks[AZC_FALLBACK_CAP]++;
-        return false;
-    }
-    if (fault(r, AZC_FAULT_ZC_ENOMEM)) {
-        r->stats.fallbacks[AZC_FALLBACK_ENOMEM]++;
-        c->q.copy_left = bytes;
         return false;
     }
     return true;
@@ -166,6 +161,11 @@ int sendq_gather(struct conn *c, struct gathered *g)
     *g = (struct gathered){.parts = n, .bytes = bytes};
     if (!q->copy_left)
         g->zc = zc_allowed(c, zc_bytes, bytes, n);
+    if (g->zc && fault(c->r, AZC_FAULT_ZC_ENOMEM)) {
+        c->r->stats.fallbacks[AZC_FALLBACK_ENOMEM]++;
+        q->copy_left = bytes;
+        g->zc = false;
+    }
     if (g->zc) {
         q->since_eor += bytes;
         /* A request whose report decides must not share its skb with another one. */

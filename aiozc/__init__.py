@@ -20,10 +20,12 @@ from .receive import read_into
 from .settings import Settings
 from .stats import ZcStats
 from .streams import StreamWriter, open_connection, start_server
+from .transports.datagram import DatagramTransport
 from .transports.stream import StreamTransport, ZeroCopyInfo
 
 __all__ = [
     "Capabilities",
+    "DatagramTransport",
     "EventLoop",
     "EventLoopPolicy",
     "Frozen",

@@ -210,9 +210,12 @@ class Operation:
             raise asyncio.CancelledError("the operation was withdrawn")
         error = self._error if self._native is None else -int(self._native.error)
         if error:
-            raise OSError(error, f"{os.strerror(error)} (after {self.bytes_sent} bytes)")
+            raise OSError(error, self._explain(error))
         path = self._path if self._native is None else int(self._native.path)
         return Result(self.bytes_sent, path_name(path))
+
+    def _explain(self, error: int) -> str:
+        return f"{os.strerror(error)} (after {self.bytes_sent} bytes)"
 
     # -- for the reactor --
 

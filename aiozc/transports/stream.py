@@ -434,20 +434,6 @@ class StreamTransport(NativeTransport):
             self._maybe_pause_protocol()
         return op
 
-    def zc_configure(
-        self, *, threshold: int | None = None, adaptive: bool | None = None, cap: int | None = None
-    ) -> None:
-        """Change zero-copy settings of this transport: see zc_threshold, adaptive and
-        zc_transport_cap in aiozc.Settings. ValueError: negative."""
-        if (threshold is not None and threshold < 0) or (cap is not None and cap < 0):
-            raise ValueError("threshold and cap are numbers of bytes and cannot be negative")
-        if threshold is not None:
-            self._conn.zc_threshold = threshold
-        if cap is not None:
-            self._conn.zc_cap = cap
-        if adaptive is not None:
-            self._conn.adaptive = adaptive
-
     def _settle_when_sent(self, op: Operation) -> None:
         """`op` (made by Operation.copied) ends when everything queued until now was accepted."""
         if not self._marks:
