@@ -222,11 +222,15 @@ int64_t dgramq_charge(struct dgram *d)
 
 /* An error that the network may have reported for an earlier datagram: the kernel tells it once, by
  * whatever is called next, and does not send then. */
-static bool may_be_anothers(int error)
+static bool may_be_anothers(const struct conn *c, int error)
 {
+    int domain = AF_UNSPEC; /* a Unix socket's errors are those of the call */
+    socklen_t n = sizeof domain;
+    (void)getsockopt(c->pub.fd, SOL_SOCKET, SO_DOMAIN, &domain, &n);
+    if (domain != AF_INET && domain != AF_INET6)
+        return false;
     switch (-error) {
     case ECONNREFUSED:
-    case ECONNRESET:
     case EHOSTUNREACH:
     case ENETUNREACH:
     case EHOSTDOWN:
@@ -259,7 +263,7 @@ static void refused(struct conn *c, struct dgram *d, int error)
     }
     struct zdgram *z = zdgram_of(d);
     z->way = WAY_COPY;
-    if (!z->suspect && may_be_anothers(error)) {
+    if (!z->suspect && may_be_anothers(c, error)) {
         z->suspect = error;
         return;
     }

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import stats
 from ._reactor_c import ffi, lib
-from .operation import Operation, OperationState
+from .operation import Operation
 
 if TYPE_CHECKING:
     import asyncio
@@ -178,7 +178,7 @@ class Reactor:
             elif kind == _RELEASED_OP:
                 op = self.held.pop(token, None)
                 if op is not None:
-                    op._finish()
+                    op._finish(res, arg)
             else:  # a datagram, or its error
                 transport = conns.get(token)
                 if transport is not None:
@@ -219,7 +219,7 @@ class Reactor:
         self, conn: Any, native: Any, keep: Any, kind: type[Operation] = Operation
     ) -> Operation:
         """The Operation for a native one that was just queued."""
-        if native == ffi.NULL:
+        if not native:
             raise MemoryError("aiozc: no memory for an operation; nothing was queued")
         op = kind(self.loop, self, conn, native, keep)
         self.held[native.token] = op
@@ -231,7 +231,7 @@ class Reactor:
         if not lib.azc_withdraw(op._conn, native):
             return False
         self.held.pop(token, None)
-        op._finish(OperationState.WITHDRAWN)
+        op._withdrawn()
         return True
 
     def zc_stats(self) -> stats.ZcStats:
@@ -255,7 +255,7 @@ class Reactor:
             return 0
         for op in self.held.values():
             if isinstance(op, Operation):
-                op._waiters.clear()  # nobody can be waiting: the loop does not run any more
+                op._waiters = None  # nobody can be waiting: the loop does not run any more
         if self._stats.queued_bytes:
             # Written after the last run: it goes out as far as the sockets take it.
             self.attach()

@@ -40,6 +40,10 @@ MAX_SEGMENT = 65507  # payload of the largest IPv4 datagram
 MAX_SEGMENTS = 128  # UDP_MAX_SEGMENTS of Linux 6.10; 64 before
 _MAX_BUFFERS = 1024  # UIO_MAXIOV
 
+_PLAIN = frozenset((bytes, bytearray))
+_from_buffer = ffi.from_buffer
+_zc_sendto_one = lib.azc_zc_sendto_one
+
 _ADVICE = {
     errno.EINVAL: "; with segment_size: a segment and its headers must fit the path's MTU, and kernels "
     "before 6.10 take 64 segments a call; without it: is the port 0?",
@@ -78,6 +82,8 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
         self._names: dict[Any, bytes] = {}
         self._addresses: dict[bytes, Any] = {}
         super().__init__(loop, sock, protocol, waiter, extra, None, int(self._family))
+        # Empty on a connected socket, where sendto only compares the address.
+        self._remembered_name = self._names.get
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         if name != "zero_copy":
@@ -198,15 +204,17 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
                 errno.ECONNRESET,
                 "the transport is closing: nothing was queued; open a new endpoint",
             )
-        name = self._destination(addr)
         conn = self._conn
+        name = self._remembered_name(addr) if type(addr) is tuple else None
+        if name is None:
+            name = self._destination(addr)
         segment = 0
         if type(data) is not list and type(data) is not tuple:
-            keep: Any = export(data)
+            keep: Any = _from_buffer(data) if type(data) in _PLAIN else export(data)
             size = len(keep)
             if segment_size is not None:
                 segment = self._segment(segment_size, size)
-            native = lib.azc_zc_sendto_one(conn, keep, size, name, len(name), segment)
+            native = _zc_sendto_one(conn, keep, size, name, len(name), segment)
         else:
             if len(data) > _MAX_BUFFERS:
                 raise ValueError(
@@ -250,9 +258,7 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
                 "an address is needed: the socket is not connected; pass addr, or give "
                 "create_datagram_endpoint a remote_addr"
             )
-        name = self._names.get(addr) if type(addr) is tuple else None
-        if name is None:
-            name = self._name(addr)
+        name = self._name(addr)
         if not name:
             raise ValueError(
                 f"{addr!r} is not a numeric address of this socket's family; look a name up first, "
