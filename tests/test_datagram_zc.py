@@ -115,15 +115,18 @@ def test_segment_size_makes_many_datagrams_of_one_call(forced: Any, host: str, s
 
 def test_a_list_of_buffers_is_one_datagram(forced: Any, host: str) -> None:
     async def main() -> None:
-        server, got, client, _, _ = await pair(host)
+        server, got, client, mine, _ = await pair(host)
         # More pages than one packet has fragments for: the kernel would refuse to send them zero-copy.
         far = [bytearray([i]) * 5000 for i in range(60)]
         parts = [memoryview(b)[i * 50 : i * 50 + 900] for i, b in enumerate(far)]
-        ops = [client.zc_sendto(x) for x in ([b"ab", bytearray(b"cd"), memoryview(b"ef")], parts, [])]
+        ops = [
+            client.zc_sendto(x) for x in ([b"ab", bytearray(b"cd"), memoryview(b"ef")], parts, [])
+        ]
         for op in ops:
             await soon(op)
         await got.have(3)
         assert data_of(got) == [b"abcdef", b"".join(parts), b""]
+        assert not mine.errors
         client.close()
         server.close()
 
@@ -253,9 +256,7 @@ def test_an_icmp_error_costs_no_operation_its_datagram(forced: Any, host: str, n
 
 
 @pytest.mark.parametrize("n", [2, 5])
-def test_an_icmp_error_that_nobody_has_read_is_not_the_next_operations(
-    forced: Any, n: int
-) -> None:
+def test_an_icmp_error_that_nobody_has_read_is_not_the_next_operations(forced: Any, n: int) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver:
@@ -410,6 +411,37 @@ def test_unix_datagrams_keep_order_through_a_full_receiver(forced: Any, tmp_path
         await eventually(lambda: mine.resumed == 1)
         assert client.get_write_buffer_size() == 0
         client.close()
+        receiver.close()
+
+    forced(main())
+
+
+def test_close_waits_for_an_empty_datagram_too(forced: Any, tmp_path: Path) -> None:
+    # Fails when: DRAINED is told as soon as no byte is queued.
+    path = str(tmp_path / "receiver")
+
+    async def main() -> None:
+        receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        receiver.bind(path)
+        receiver.setblocking(False)
+        filler = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        filler.setblocking(False)
+        filled = 0
+        with pytest.raises(BlockingIOError):
+            while True:
+                filler.sendto(b"full", path)
+                filled += 1
+        client, mine = await endpoint(Collector, family=socket.AF_UNIX)
+        op = client.zc_sendto(b"", path)
+        client.close()
+        await asyncio.sleep(0.05)
+        assert not mine.lost
+        assert not op.sent.done()
+        assert [receiver.recv(10) for _ in range(filled)] == [b"full"] * filled
+        await soon(op)
+        await eventually(lambda: mine.lost == [None])
+        assert receiver.recv(10) == b""
+        filler.close()
         receiver.close()
 
     forced(main())
