@@ -30,6 +30,8 @@
 #endif
 
 #define BATCH 64
+/* So often a datagram is sent anew where the error may be another one's. */
+#define TRIES 16
 /* Fragments of one datagram's memory that every kernel takes (MAX_SKB_FRAGS, at least 17); one that
  * touches more pages would be refused with EMSGSIZE. */
 #define ZC_PAGES 17u
@@ -252,8 +254,9 @@ static void tell(struct conn *c, int error)
 }
 
 /* The kernel refused to send it. A copied datagram: told to error_received, as asyncio does. An
- * operation is tried a second time where the error may be an earlier datagram's: by itself, with
- * what is pending read before. What it meets then is its own. */
+ * operation is tried again where the error may be an earlier datagram's: by itself, with what is
+ * pending read before. What it meets every time is its own. (Once would do, but that the next ICMP
+ * message may come in between: where many datagrams in a row are refused, it does.) */
 static void refused(struct conn *c, struct dgram *d, int error)
 {
     if (!d->op) {
@@ -263,13 +266,11 @@ static void refused(struct conn *c, struct dgram *d, int error)
     }
     struct zdgram *z = zdgram_of(d);
     z->way = WAY_COPY;
-    if (!z->suspect && may_be_anothers(c, error)) {
-        z->suspect = error;
-        return;
-    }
     if (z->suspect && z->suspect != error)
         tell(c, z->suspect);
-    done(c, d, error);
+    z->suspect = error;
+    if (!may_be_anothers(c, error) || z->tries++ == TRIES)
+        done(c, d, error);
 }
 
 /* The first completion of a request for a zero-copy datagram. */

@@ -162,7 +162,8 @@ enum way { WAY_OPEN, WAY_ZC, WAY_COPY };
 struct zdgram { /* what the kernel reads until the first completion */
     struct msghdr msg;
     uint32_t pages;  /* that its memory touches */
-    int32_t suspect; /* -errno met once; it may be an earlier datagram's */
+    int32_t suspect; /* -errno met; it may be an earlier datagram's */
+    uint32_t tries;  /* with a suspect */
     enum way way;
     bool issued;
     _Alignas(struct cmsghdr) char control[CMSG_SPACE(sizeof(uint16_t))];

@@ -17,10 +17,10 @@
  * end of its connection (TCP_CLOSE): there is nothing left to retransmit. After close, reactor.c's
  * duplicate of the descriptor answers for it.
  *
- * A datagram has no acknowledgement, and SIOCOUTQ stops counting it when it is forwarded (docs/
- * architecture.md). But the kernel takes a ring apart only after its last notification, and only
- * then closes what was registered with it. So a run that ends with datagrams pinned registers the
- * write end of a pipe: its read end, the grave, tells when the ring is really gone.
+ * A datagram has no acknowledgement, and SIOCOUTQ stops counting it when it is forwarded. But the
+ * kernel takes a ring apart only after its last notification, and only then closes what was
+ * registered with it. So a run that ends with datagrams pinned registers the write end of a pipe:
+ * its read end, the grave, tells when the ring is really gone.
  *
  * Half-closed peers: a request that waits for room polls for it, and the kernel adds POLLRDHUP to
  * what it polls for. Once the peer has closed its side, that poll is always ready: the request is
