@@ -119,7 +119,7 @@ azc_op *dgramq_submit(struct conn *c, const azc_iov *parts, size_t n, const char
     z->msg.msg_iovlen = used;
     z->msg.msg_name = namelen ? d->name : NULL;
     z->msg.msg_namelen = (socklen_t)namelen;
-    if (segment && total)
+    if (segment && total > segment)
         ask_segments(&z->msg, z->control, segment);
     d->op->parts = 1;
     append(c, d);

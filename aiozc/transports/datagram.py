@@ -37,7 +37,7 @@ _INET6 = struct.Struct("!2xHI16sI")
 _SCOPE = struct.Struct("=I")  # sin6_scope_id alone is in host order
 _REMEMBERED = 4096  # addresses whose two forms are kept
 MAX_SEGMENT = 65507  # payload of the largest IPv4 datagram
-MAX_SEGMENTS = 128  # UDP_MAX_SEGMENTS of Linux 6.10; 64 before
+MAX_SEGMENTS = 128  # UDP_MAX_SEGMENTS (measured on 6.18); 64 in older kernels
 _MAX_BUFFERS = 1024  # UIO_MAXIOV
 
 _PLAIN = frozenset((bytes, bytearray))
@@ -45,8 +45,8 @@ _from_buffer = ffi.from_buffer
 _zc_sendto_one = lib.azc_zc_sendto_one
 
 _ADVICE = {
-    errno.EINVAL: "; with segment_size: a segment and its headers must fit the path's MTU, and kernels "
-    "before 6.10 take 64 segments a call; without it: is the port 0?",
+    errno.EINVAL: "; with segment_size: a segment and its headers must fit the path's MTU, older kernels "
+    "take 64 segments a call, and some devices none; without it: is the port 0?",
     errno.EMSGSIZE: "; a call carries at most 65507 bytes over IPv4 and 65527 over IPv6, with segment_size "
     "too, and a segment must fit the path's MTU",
     errno.EIO: "; with segment_size: the route's device cannot compute checksums",
