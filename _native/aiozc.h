@@ -7,8 +7,9 @@
  * Rules that every caller keeps:
  *  - All calls on one reactor come from the thread that runs the loop. Nothing here takes a lock.
  *  - Errors are negative errno values. No call raises, logs or calls back.
- *  - Pointers passed to azc_write and azc_submit are read until the event that gives them back
- *    (AZC_EV_RELEASED, or the token in azc_reactor.released), whatever happens to the socket.
+ *  - Pointers passed to azc_write, azc_submit and azc_zc_sendto are read until the event that gives
+ * them back (AZC_EV_RELEASED, or the token in azc_reactor.released), whatever happens to the
+ * socket.
  */
 #ifndef AIOZC_H
 #define AIOZC_H
@@ -75,7 +76,9 @@
 
 /* Fault knobs (azc_fault): every n-th time, pretend; 0 switches off. */
 #define AZC_FAULT_ZC_ENOMEM 0
-#define AZC_FAULT_KINDS 1
+#define AZC_FAULT_ZC_ENOBUFS 1   /* of a datagram */
+#define AZC_FAULT_COPY_ENOBUFS 2 /* of a datagram of azc_zc_sendto that goes by copying */
+#define AZC_FAULT_KINDS 3
 
 /* Numbers of the fall-back reasons in azc_stats.fallbacks. */
 #define AZC_FALLBACK_ENOMEM 0
@@ -259,6 +262,10 @@ int azc_write(azc_conn *c, const char *p, size_t n, int by_reference);
 int azc_sendto(azc_conn *c, const char *p, size_t n, const char *name, size_t namelen);
 azc_op *azc_submit(azc_conn *c, const azc_iov *parts, size_t n);
 azc_op *azc_submit_one(azc_conn *c, const char *p, size_t n);
+azc_op *azc_zc_sendto(azc_conn *c, const azc_iov *parts, size_t n, const char *name, size_t namelen,
+                      int segment);
+azc_op *azc_zc_sendto_one(azc_conn *c, const char *p, size_t n, const char *name, size_t namelen,
+                          int segment);
 int azc_withdraw(azc_conn *c, azc_op *op);
 
 /* Memory that rings register when they first meet it; see regions.c. azc_region_register does it

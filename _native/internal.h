@@ -102,6 +102,12 @@ struct chunk { /* copied bytes; its op is not in the table, nobody outside sees 
 };
 
 struct conn;
+struct dgram;
+
+struct grave { /* of a ring whose thread is gone: `fd` hangs up when the kernel is done with it */
+    int fd;
+    uint32_t orphans;
+};
 
 #define REQ_INLINE_OPS 4
 
@@ -113,6 +119,8 @@ struct req { /* one request: alive from its SQE to its last completion */
     uint64_t issued;  /* turn_ns of then, if zc */
     azc_op **ops;
     azc_op *inline_ops[REQ_INLINE_OPS];
+    struct dgram *dgram; /* of a datagram: what it sends, until the first completion */
+    struct grave *grave; /* of an orphan: its ring's */
     uint32_t n_ops, cap_ops;
     bool zc, fresh, first_seen, notif_seen, orphan;
 };
@@ -165,21 +173,37 @@ struct gathered {
 };
 
 void adapt(struct conn *c, bool copied);
+bool zc_allowed(struct conn *c, uint64_t zc_bytes, const struct gathered *g);
 
 /* ---- dgramq.c ---- */
 
-struct dgram { /* lies in a chunk: one datagram, its address, its bytes */
+struct dgram { /* lies in a chunk: one datagram, its address, its bytes or (op) a struct zdgram */
     struct chunk *chunk;
     struct dgram *next;
     size_t len;
+    azc_op *op; /* of azc_zc_sendto; NULL: a copy */
     uint32_t namelen;
     char name[AZC_NAME_MAX];
-    char data[];
+    _Alignas(16) char data[];
+};
+
+enum way { WAY_OPEN, WAY_ZC, WAY_COPY };
+
+struct zdgram { /* what the kernel reads until the first completion */
+    struct msghdr msg;
+    uint32_t pages;  /* that its memory touches */
+    int32_t suspect; /* -errno met; it may be an earlier datagram's */
+    uint32_t tries;  /* with a suspect */
+    enum way way;
+    bool issued;
+    _Alignas(struct cmsghdr) char control[CMSG_SPACE(sizeof(uint16_t))];
+    struct iovec iov[];
 };
 
 struct dgramq {
     struct dgram *head, *tail;
     uint32_t count;
+    uint32_t issued;        /* zero-copy, without a first completion; no other is sent meanwhile */
     struct msghdr recv_msg; /* for the multishot recvmsg: only its lengths are read */
 };
 
@@ -288,9 +312,12 @@ azc_op *op_new(struct azc_reactor *r, enum op_kind kind, uint64_t nbytes);
 void op_check(struct azc_reactor *r, azc_op *op);
 void op_forget(struct azc_reactor *r, azc_op *op);
 struct req *req_new(struct conn *c, const struct gathered *g);
+struct req *req_new_dgram(struct conn *c, struct dgram *d);
+int fallback_reason(int error);
 void req_first(struct req *q, int32_t res, bool more);
 void req_notif(struct req *q, bool reported, bool copied);
 void req_drop(struct req *q);
+void req_leave_grave(struct req *q);
 
 void sendq_queued(struct conn *c, uint64_t n);
 void sendq_unqueued(struct conn *c, uint64_t n);
@@ -303,12 +330,23 @@ bool sendq_remove(struct conn *c, azc_op *op);
 void sendq_destroy(struct conn *c);
 
 int dgramq_push(struct conn *c, const char *p, size_t n, const char *name, size_t namelen);
+azc_op *dgramq_submit(struct conn *c, const azc_iov *parts, size_t n, const char *name,
+                      size_t namelen, uint16_t segment);
 void dgramq_flush(struct conn *c);
-void dgramq_drop(struct conn *c);
+bool dgramq_goes_zc(struct conn *c, struct dgram *d);
+int64_t dgramq_room(const struct conn *c);
+int64_t dgramq_charge(struct dgram *d);
+void dgramq_answered(struct conn *c, struct dgram *d, int32_t res);
+bool dgramq_remove(struct conn *c, azc_op *op);
+void dgramq_drop(struct conn *c, int error);
 
 static inline bool holds_buffer(const azc_event *e)
 {
     return (e->kind == AZC_EV_RECV || e->kind == AZC_EV_DATAGRAM) && e->res > 0;
+}
+static inline struct zdgram *zdgram_of(struct dgram *d)
+{
+    return (struct zdgram *)d->data;
 }
 static inline void spare_buffer(struct azc_reactor *r, unsigned buffer)
 {
@@ -347,6 +385,10 @@ static inline struct part *sendq_at(struct sendq *q, uint32_t i)
 static inline bool may_wait(const struct conn *c)
 {
     return !c->half_closed && c->want_recv;
+}
+static inline bool dgramq_ready(const struct conn *c)
+{
+    return c->dq.head && !c->dq.issued && !c->want_out && !c->pub.error && !c->closed;
 }
 static inline bool sendq_ready(const struct conn *c)
 {

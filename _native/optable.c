@@ -24,6 +24,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 static struct op *op_of(azc_op *op)
 {
@@ -109,6 +110,17 @@ static int req_add(struct req *q, azc_op *op)
     return 0;
 }
 
+static void pin_bytes(struct req *q)
+{
+    struct azc_reactor *r = q->conn->r;
+    q->issued = turn_ns(r);
+    r->stats.zc_requests++;
+    q->conn->pub.pinned += q->bytes;
+    r->stats.pinned_bytes += q->bytes;
+    if (r->stats.pinned_bytes > r->stats.pinned_peak)
+        r->stats.pinned_peak = r->stats.pinned_bytes;
+}
+
 /* The request for what sendq_gather put into the queue's iovec. NULL: no memory, nothing changed.
  */
 struct req *req_new(struct conn *c, const struct gathered *g)
@@ -147,14 +159,34 @@ struct req *req_new(struct conn *c, const struct gathered *g)
          * whose skb was still open (measured: the others always say "copied"). */
         q->fresh = c->last_eor || c->notifs == 0;
         c->last_eor = g->eor;
-        q->issued = turn_ns(r);
-        r->stats.zc_requests++;
         r->stats.stacks += g->eor;
-        c->pub.pinned += q->bytes;
-        r->stats.pinned_bytes += q->bytes;
-        if (r->stats.pinned_bytes > r->stats.pinned_peak)
-            r->stats.pinned_peak = r->stats.pinned_bytes;
+        pin_bytes(q);
     }
+    return q;
+}
+
+/* The request for one zero-copy datagram, of which a socket may have many. A datagram has its own
+ * skb: its report can be believed. NULL: no memory, nothing changed. */
+struct req *req_new_dgram(struct conn *c, struct dgram *d)
+{
+    struct req *q = table_new(&c->r->reqs);
+    if (!q)
+        return NULL;
+    q->conn = c;
+    q->bytes = d->len;
+    q->dgram = d;
+    q->zc = q->fresh = true;
+    q->ops = q->inline_ops;
+    q->cap_ops = REQ_INLINE_OPS;
+    q->n_ops = 1;
+    q->ops[0] = d->op;
+    d->op->pins++;
+    d->op->state = AZC_ISSUED;
+    zdgram_of(d)->issued = true;
+    c->dq.issued++;
+    c->r->stats.requests++;
+    c->r->stats.parts += zdgram_of(d)->msg.msg_iovlen;
+    pin_bytes(q);
     return q;
 }
 
@@ -177,6 +209,16 @@ static void count_release(struct azc_reactor *r, uint64_t issued)
     r->stats.release[n < AZC_RELEASE_BUCKETS ? n : AZC_RELEASE_BUCKETS - 1]++;
 }
 
+void req_leave_grave(struct req *q)
+{
+    struct grave *g = q->grave;
+    q->grave = NULL;
+    if (g && !--g->orphans) {
+        close(g->fd);
+        free(g);
+    }
+}
+
 /* Its last completion was seen: nothing of it is with the kernel any more. */
 static void req_finish(struct req *q)
 {
@@ -186,6 +228,7 @@ static void req_finish(struct req *q)
         unpin_bytes(q, q->bytes);
     if (q->zc && q->notif_seen && q->bytes)
         count_release(r, q->issued);
+    req_leave_grave(q);
     azc_op **ops = q->ops;
     uint32_t n = q->n_ops;
     azc_op *few[REQ_INLINE_OPS];
@@ -202,7 +245,8 @@ static void req_finish(struct req *q)
         free(ops);
 }
 
-static int fallback_reason(int error)
+/* Which errors mean that only zero-copy failed. */
+int fallback_reason(int error)
 {
     switch (error) {
     case ENOMEM:
@@ -216,9 +260,41 @@ static int fallback_reason(int error)
     }
 }
 
+static void first_done(struct req *q, bool more)
+{
+    if (more && q->zc && !q->notif_seen) {
+        q->conn->notifs++;
+        q->conn->r->stats.notifications_outstanding++;
+    } else {
+        req_finish(q);
+    }
+}
+
+/* A datagram goes whole or not at all. */
+static void first_of_dgram(struct req *q, int32_t res, bool more)
+{
+    struct conn *c = q->conn;
+    struct dgram *d = q->dgram;
+    uint64_t accepted = res < 0 ? 0 : q->bytes;
+    q->dgram = NULL;
+    q->first_seen = true;
+    unpin_bytes(q, q->bytes - accepted);
+    q->bytes = accepted;
+    dgramq_answered(c, d, res);
+    first_done(q, more);
+    if (c->dq.head && !c->dq.issued)
+        mark_dirty(c);
+    conn_notify(c);
+    conn_maybe_free(c);
+}
+
 /* The first completion: res bytes were accepted, or -errno. `more`: a notification follows. */
 void req_first(struct req *q, int32_t res, bool more)
 {
+    if (q->dgram) {
+        first_of_dgram(q, res, more);
+        return;
+    }
     struct conn *c = q->conn;
     struct azc_reactor *r = c->r;
     uint64_t accepted = res > 0 ? (uint64_t)res : 0;
@@ -249,12 +325,7 @@ void req_first(struct req *q, int32_t res, bool more)
     }
     if (c->pub.error && c->q.count)
         sendq_drop(c, c->pub.error); /* what an aborted request left in the queue */
-    if (more && q->zc && !q->notif_seen) {
-        c->notifs++;
-        r->stats.notifications_outstanding++;
-    } else {
-        req_finish(q);
-    }
+    first_done(q, more);
     if (sendq_ready(c))
         mark_dirty(c);
     conn_notify(c);

@@ -129,7 +129,7 @@ void conn_notify(struct conn *c)
         return;
     if ((want & AZC_NOTIFY_LOW) && c->pub.unsent <= c->pub.low)
         due |= AZC_NOTIFY_LOW;
-    if ((want & AZC_NOTIFY_DRAINED) && !c->pub.unsent)
+    if ((want & AZC_NOTIFY_DRAINED) && !c->pub.unsent && !c->dq.head) /* it may have no bytes */
         due |= AZC_NOTIFY_DRAINED;
     if ((want & AZC_NOTIFY_ZC_LOW) && outstanding(c) <= c->pub.zc_low)
         due |= AZC_NOTIFY_ZC_LOW;
@@ -152,7 +152,7 @@ void conn_send_failed(struct conn *c, int error)
 
 void conn_maybe_free(struct conn *c)
 {
-    if (!c->closed || c->dirty || c->rq || c->armed || c->out_armed || c->notifs)
+    if (!c->closed || c->dirty || c->rq || c->dq.issued || c->armed || c->out_armed || c->notifs)
         return; /* while it is in the dirty list, flush calls again */
     if (c->kept_fd >= 0)
         close(c->kept_fd);
@@ -253,7 +253,7 @@ static void forget_parent(struct azc_reactor *r)
             continue;
         c->armed = c->cancelling = c->out_armed = false;
         c->ep_mask = 0;
-        dgramq_drop(c);
+        dgramq_drop(c, -ECANCELED);
         c->want_out = false;
         if (c->pub.unsent)
             conn_send_failed(c, -ECANCELED);
@@ -335,9 +335,12 @@ int azc_close(azc_reactor *r)
         if (left)
             continue;
         sendq_drop(c, -ECONNABORTED);
-        dgramq_drop(c);
+        dgramq_drop(c, -ECONNABORTED);
         sendq_destroy(c);
     }
+    for (uint32_t i = 0; i < table_slots(&r->reqs); i++)
+        if (table_at(&r->reqs, i))
+            req_leave_grave(table_at(&r->reqs, i));
     if (left)
         return left;
     slab_destroy(&r->slab);
@@ -400,15 +403,16 @@ azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind, int family)
     c->pub.zc_threshold = r->cfg.zc_threshold;
     c->pub.zc_cap = r->cfg.zc_transport_cap;
     c->dq.recv_msg.msg_namelen = AZC_NAME_MAX;
+    bool tcp = family == AF_INET || family == AF_INET6; /* or UDP */
+    if (kind == AZC_STREAM || kind == AZC_DATAGRAM)
+        c->pub.zc_ok = tcp && r->cfg.backend == AZC_URING && r->cfg.zerocopy;
     if (kind == AZC_STREAM) {
         azc_conn_timeout(&c->pub, r->cfg.zc_timeout_ns);
         r->stats.connections++;
-        bool tcp = family == AF_INET || family == AF_INET6;
         int on = 1;
         if (tcp)
             (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on,
                              sizeof on); /* not for MPTCP, SCTP */
-        c->pub.zc_ok = tcp && r->cfg.backend == AZC_URING && r->cfg.zerocopy;
     }
     return &c->pub;
 }
@@ -469,7 +473,7 @@ int azc_conn_abort(azc_conn *pub, int error)
         c->pub.error = error;
     c->cancel_rq = c->rq != NULL;
     sendq_drop(c, c->pub.error);
-    dgramq_drop(c);
+    dgramq_drop(c, c->pub.error);
     mark_dirty(c);
     return 0;
 }
@@ -536,7 +540,9 @@ int azc_conn_close(azc_conn *pub, int error)
     if (pub->kind == AZC_STREAM)
         c->r->stats.connections--;
     c->closed = true;
-    bool pinned = c->notifs > 0;
+    /* Datagrams need no duplicate (it would keep their port): their pins end with no peer's help.
+     */
+    bool pinned = c->notifs > 0 && pub->kind == AZC_STREAM;
     if (pinned)
         keep_descriptor(c);
     conn_maybe_free(c);
@@ -711,11 +717,31 @@ int azc_region_register(azc_reactor *r, uint64_t id)
     return r->be->region(r, id);
 }
 
+/* Queue one datagram without copying it; `segment` > 0: many, each of so many bytes but the last
+ * one. It leaves when the turn ends, in call order with those of azc_sendto. NULL: no memory. */
+azc_op *azc_zc_sendto(azc_conn *pub, const azc_iov *parts, size_t n, const char *name,
+                      size_t namelen, int segment)
+{
+    struct conn *c = conn_of(pub);
+    azc_op *op = dgramq_submit(c, parts, n, name, namelen, (uint16_t)segment);
+    if (op)
+        mark_dirty(c);
+    return op;
+}
+
+azc_op *azc_zc_sendto_one(azc_conn *pub, const char *p, size_t n, const char *name, size_t namelen,
+                          int segment)
+{
+    azc_iov one = {p, n};
+    return azc_zc_sendto(pub, &one, 1, name, namelen, segment);
+}
+
 /* 1: it is out of the queue, no byte of it left, and its slot is free. 0: too late. */
 int azc_withdraw(azc_conn *pub, azc_op *op)
 {
     struct conn *c = conn_of(pub);
-    if (op->kind != OP_USER || !sendq_remove(c, op))
+    bool datagram = pub->kind == AZC_DATAGRAM;
+    if (op->kind != OP_USER || !(datagram ? dgramq_remove(c, op) : sendq_remove(c, op)))
         return 0;
     c->r->stats.operations_live--;
     op_forget(c->r, op);

@@ -122,7 +122,7 @@ static int reserve_iov(struct sendq *q, uint32_t want)
     return 0;
 }
 
-static bool zc_allowed(struct conn *c, uint64_t zc_bytes, const struct gathered *g)
+bool zc_allowed(struct conn *c, uint64_t zc_bytes, const struct gathered *g)
 {
     struct azc_reactor *r = c->r;
     uint64_t bytes = g->bytes;
@@ -142,11 +142,6 @@ static bool zc_allowed(struct conn *c, uint64_t zc_bytes, const struct gathered 
     if (c->pub.pinned + bytes > c->pub.zc_cap ||
         (!g->region.id && r->stats.pinned_bytes + bytes > r->cfg.zc_loop_cap)) {
         r->stats.fallbacks[AZC_FALLBACK_CAP]++;
-        return false;
-    }
-    if (fault(r, AZC_FAULT_ZC_ENOMEM)) {
-        r->stats.fallbacks[AZC_FALLBACK_ENOMEM]++;
-        c->q.copy_left = bytes;
         return false;
     }
     return true;
@@ -205,6 +200,11 @@ int sendq_gather(struct conn *c, struct gathered *g)
         match_region(c, g, &zc_bytes);
     if (!q->copy_left)
         g->zc = zc_allowed(c, zc_bytes, g);
+    if (g->zc && fault(c->r, AZC_FAULT_ZC_ENOMEM)) {
+        c->r->stats.fallbacks[AZC_FALLBACK_ENOMEM]++;
+        q->copy_left = g->bytes;
+        g->zc = false;
+    }
     if (g->zc) {
         uint64_t stack = c->r->cfg.zc_eor_bytes;
         q->since_eor += g->bytes;

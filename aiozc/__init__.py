@@ -22,12 +22,14 @@ from .receive import read_into
 from .settings import Settings
 from .stats import ZcStats
 from .streams import StreamWriter, open_connection, start_server
+from .transports.datagram import DatagramTransport
 from .transports.stream import StreamTransport, ZeroCopyInfo
 
 __all__ = [
     "BroadcastResult",
     "BufferPool",
     "Capabilities",
+    "DatagramTransport",
     "EventLoop",
     "EventLoopPolicy",
     "Frozen",

@@ -21,7 +21,7 @@ import termios
 from typing import TYPE_CHECKING, Any
 
 from ._fast import Parts
-from ._reactor_c import lib
+from ._reactor_c import ffi, lib
 from .operation import Operation, Result
 
 if TYPE_CHECKING:
@@ -110,7 +110,8 @@ class _Queue:
     def submit(self, keep: Parts) -> Operation:
         conn = self._conn
         try:
-            op = self._reactor.admit(conn, keep.submit_to(conn.address), keep)
+            native = ffi.cast("azc_op *", keep.submit_to(conn.address))
+            op = self._reactor.admit(conn, native, keep)
         except BaseException:
             if not self._ops:
                 self._end()

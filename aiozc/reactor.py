@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from . import _fast, hooks, stats
 from ._reactor_c import ffi, lib
 from .buffers import Frozen, refuse
-from .operation import Operation, OperationState
+from .operation import Operation
 from .settings import timeout_ns
 
 if TYPE_CHECKING:
@@ -171,12 +171,13 @@ class Reactor:
         if lib.azc_linger(self.native, int(self.settings.zc_linger * 1e9)):
             self._linger()
 
-    def admit(self, conn: Any, at: int, keep: Any) -> Operation:
-        """The Operation for a native one that was just queued; `at`: its address."""
-        if not at:
+    def admit(
+        self, conn: Any, native: Any, keep: Any, kind: type[Operation] = Operation
+    ) -> Operation:
+        """The Operation for a native one that was just queued."""
+        if not native:
             raise MemoryError("aiozc: no memory for an operation; nothing was queued")
-        native = ffi.cast("azc_op *", at)
-        op = Operation(self.loop, self, conn, native, keep)
+        op = kind(self.loop, self, conn, native, keep)
         self.held[native.token] = op
         return op
 
@@ -186,14 +187,18 @@ class Reactor:
         if not lib.azc_withdraw(op._conn, native):
             return False
         self.held.pop(token, None)
-        op._finish(OperationState.WITHDRAWN)
+        op._withdrawn()
         return True
 
     def zc_stats(self) -> stats.ZcStats:
         return stats.read(self._stats, self.backend)
 
     def fault(self, name: str, every: int) -> None:
-        kinds = {"zc_enomem": lib.AZC_FAULT_ZC_ENOMEM}
+        kinds = {
+            "zc_enomem": lib.AZC_FAULT_ZC_ENOMEM,
+            "zc_enobufs": lib.AZC_FAULT_ZC_ENOBUFS,
+            "copy_enobufs": lib.AZC_FAULT_COPY_ENOBUFS,
+        }
         if name not in kinds:
             raise ValueError(f"no fault {name!r}; there are {', '.join(kinds)}")
         lib.azc_fault(self.native, kinds[name], every)
@@ -205,8 +210,8 @@ class Reactor:
         if self.native is None:
             return 0
         for op in self.held.values():
-            if type(op) is Operation:
-                op._waiters.clear()  # nobody can be waiting: the loop does not run any more
+            if isinstance(op, Operation):
+                op._waiters = None  # nobody can be waiting: the loop does not run any more
         if self._stats.queued_bytes:
             # Written after the last run: it goes out as far as the sockets take it.
             self.attach()
@@ -223,7 +228,7 @@ class Reactor:
                 break
         self._stats = ffi.new("azc_stats *", self._stats[0])
         for op in self.held.values():
-            if type(op) is Operation and op._native is not None:
+            if isinstance(op, Operation) and op._native is not None:
                 op._orphan()
         left = int(lib.azc_close(self.native))
         self.native = None

@@ -197,7 +197,7 @@ static PyObject *hand_out(Core *self, const azc_event *e, PyObject *to)
     case AZC_EV_SENT:
         return PyObject_CallMethodNoArgs(to, n__on_sent);
     case AZC_EV_RELEASED:
-        return PyObject_CallMethodNoArgs(to, n__finish);
+        return call_ints(to, n__finish, e->res, e->arg);
     default: {
         PyObject *fd = PyLong_FromLong(e->res), *rc = fd ? call1(to, n__on_accept, fd) : NULL;
         Py_XDECREF(fd);

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _fast, hooks
 from .._reactor_c import lib
+from ..settings import timeout_ns
 
 if TYPE_CHECKING:
     from ..loop import EventLoop
@@ -192,6 +193,33 @@ class NativeTransport(_fast.transport_base((hooks.FlowControlMixin, asyncio.Tran
         if self._closing:
             self._lose()
             self._call_connection_lost(None)
+
+    # -- zero-copy --
+
+    def zc_configure(
+        self,
+        *,
+        threshold: int | None = None,
+        adaptive: bool | None = None,
+        cap: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Change zero-copy settings of this transport: see zc_threshold, adaptive, zc_transport_cap and
+        zc_timeout (streams only) in aiozc.Settings. None leaves one as it is; timeout=math.inf is no
+        timeout. ValueError: negative, or a timeout of 0; nothing is changed then."""
+        limit = timeout_ns(timeout)
+        if (threshold is not None and threshold < 0) or (cap is not None and cap < 0):
+            raise ValueError("threshold and cap are numbers of bytes and cannot be negative")
+        if timeout is not None and self._kind != lib.AZC_STREAM:
+            raise ValueError("a timeout is for streams: nobody acknowledges datagrams")
+        if threshold is not None:
+            self._conn.zc_threshold = threshold
+        if cap is not None:
+            self._conn.zc_cap = cap
+        if adaptive is not None:
+            self._conn.adaptive = adaptive
+        if timeout is not None and self._conn.token:
+            lib.azc_conn_timeout(self._conn, limit)
 
     # -- closing --
 

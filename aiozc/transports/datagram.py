@@ -1,13 +1,17 @@
 """The datagram transport, for UDP and Unix sockets: asyncio's behaviour on the native datagram queue.
 
 Owns: what base.py does not: addresses, and what a received buffer means. Made by loop.py; its `_on_*`
-methods are called by reactor.py. A datagram is copied when it is queued; those of one turn go out together.
-Errors of the network (ICMP) and of sending reach `error_received`; the transport lives.
+methods are called by reactor.py. `sendto` copies a datagram when it is queued, `zc_sendto` locks the caller's
+memory; those of one turn go out together, in call order.
+Errors of the network (ICMP), and of sending what `sendto` queued, reach `error_received`; an error of sending
+what `zc_sendto` queued fails that operation. The transport lives.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import operator
 import os
 import socket
 import struct
@@ -16,7 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from .. import hooks
 from .._reactor_c import ffi, lib
+from ..buffers import export
+from ..operation import Operation, path_name
 from .base import NativeTransport, os_error
+from .stream import Sendable, ZeroCopyInfo
 
 if TYPE_CHECKING:
     from ..loop import EventLoop
@@ -29,10 +36,34 @@ _INET = struct.Struct("!2xH4s8x")
 _INET6 = struct.Struct("!2xHI16sI")
 _SCOPE = struct.Struct("=I")  # sin6_scope_id alone is in host order
 _REMEMBERED = 4096  # addresses whose two forms are kept
+MAX_SEGMENT = 65507  # payload of the largest IPv4 datagram
+MAX_SEGMENTS = 128  # UDP_MAX_SEGMENTS (measured on 6.18); 64 in older kernels
+_MAX_BUFFERS = 1024  # UIO_MAXIOV
+
+_PLAIN = frozenset((bytes, bytearray))
+_from_buffer = ffi.from_buffer
+_zc_sendto_one = lib.azc_zc_sendto_one
+
+_ADVICE = {
+    errno.EINVAL: "; with segment_size: a segment and its headers must fit the path's MTU, older kernels "
+    "take 64 segments a call, and some devices none; without it: is the port 0?",
+    errno.EMSGSIZE: "; a call carries at most 65507 bytes over IPv4 and 65527 over IPv6, with segment_size "
+    "too, and a segment must fit the path's MTU",
+    errno.EIO: "; with segment_size: the route's device cannot compute checksums",
+}
+
+
+class DatagramOperation(Operation):
+    """The operation of one `zc_sendto`."""
+
+    __slots__ = ()
+
+    def _explain(self, error: int) -> str:
+        return super()._explain(error) + _ADVICE.get(error, "")
 
 
 class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
-    """asyncio.DatagramTransport over a datagram socket."""
+    """asyncio.DatagramTransport over a datagram socket, with `zc_sendto` and `zc_configure`."""
 
     _kind = lib.AZC_DATAGRAM
     _errors_are_events = True
@@ -51,6 +82,17 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
         self._names: dict[Any, bytes] = {}
         self._addresses: dict[bytes, Any] = {}
         super().__init__(loop, sock, protocol, waiter, extra, None, int(self._family))
+        # Empty on a connected socket, where sendto only compares the address.
+        self._remembered_name = self._names.get
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        if name != "zero_copy":
+            return self._extra.get(name, default)
+        conn = self._conn
+        if not conn.zc_ok:
+            return ZeroCopyInfo("copy", 0, bool(conn.adaptive), "copied")
+        path = path_name(conn.path) if conn.path else "unknown"
+        return ZeroCopyInfo("uring", int(conn.zc_threshold), bool(conn.adaptive), path)
 
     # -- receiving --
 
@@ -140,6 +182,89 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
             self._maybe_pause_protocol()
         elif rc < 0:
             raise MemoryError("aiozc: no memory to queue a datagram")
+
+    def zc_sendto(
+        self, data: Sendable, addr: Any = None, segment_size: int | None = None
+    ) -> Operation:
+        """Queue one datagram zero-copy: a buffer, or a list of buffers that it is gathered from.
+
+        segment_size: UDP GSO. `data` becomes datagrams of so many bytes each, the last one may be shorter;
+        at most 65507 bytes a call (65527 over IPv6). It is one operation: whole, or not at all.
+        Never waits. It leaves in call order with what `sendto` queued. The memory stays locked, and must not
+        be changed, until `released`. An error of sending (EMSGSIZE, EPERM, no route) fails the operation, and
+        `error_received` is not called for it. What the network reports afterwards (ICMP) names no datagram:
+        it reaches `error_received`, and costs no other operation its datagram.
+
+        TypeError, BufferError: as zc_write. ValueError: the address is missing, not the connected one, or not
+        numeric; segment_size is out of range, asks for more than 128 segments, or the socket is not UDP; more
+        than 1024 buffers. ConnectionResetError: the transport is closing. Nothing is queued then.
+        """
+        if self._closing or self._conn_lost:
+            raise ConnectionResetError(
+                errno.ECONNRESET,
+                "the transport is closing: nothing was queued; open a new endpoint",
+            )
+        conn = self._conn
+        name = self._remembered_name(addr) if type(addr) is tuple else None
+        if name is None:
+            name = self._destination(addr)
+        segment = 0
+        if type(data) is not list and type(data) is not tuple:
+            keep: Any = _from_buffer(data) if type(data) in _PLAIN else export(data)
+            size = len(keep)
+            if segment_size is not None:
+                segment = self._segment(segment_size, size)
+            native = _zc_sendto_one(conn, keep, size, name, len(name), segment)
+        else:
+            if len(data) > _MAX_BUFFERS:
+                raise ValueError(
+                    f"a datagram is gathered from at most {_MAX_BUFFERS} buffers, not {len(data)}; "
+                    "join some of them"
+                )
+            keep = [export(part) for part in data]
+            if segment_size is not None:
+                segment = self._segment(segment_size, sum(map(len, keep)))
+            parts = ffi.new("azc_iov[]", [(part, len(part)) for part in keep])
+            native = lib.azc_zc_sendto(conn, parts, len(keep), name, len(name), segment)
+        op = self._reactor.admit(conn, native, keep, DatagramOperation)
+        if conn.unsent > self._high_water:
+            self._maybe_pause_protocol()
+        return op
+
+    def _segment(self, segment_size: Any, size: int) -> int:
+        segment = operator.index(segment_size)
+        if not 1 <= segment <= MAX_SEGMENT:
+            raise ValueError(
+                f"segment_size is the bytes of one datagram, 1 to {MAX_SEGMENT}, not {segment}"
+            )
+        if self._family not in (socket.AF_INET, socket.AF_INET6):
+            raise ValueError("segment_size needs a UDP socket; call zc_sendto for each datagram")
+        if size > segment * MAX_SEGMENTS:
+            raise ValueError(
+                f"{size} bytes are more than {MAX_SEGMENTS} segments of {segment} bytes; "
+                "raise segment_size, or share the data among several calls"
+            )
+        return segment
+
+    def _destination(self, addr: Any) -> bytes:
+        """The sockaddr to send to; b"" on a connected socket. ValueError: see zc_sendto."""
+        peer = self._address or self._extra["peername"]
+        if peer or (peer is not None and addr is None):  # "": a Unix socket without a name
+            if addr not in (None, peer):
+                raise ValueError(f"Invalid address: must be None or {peer}")
+            return b""
+        if addr is None:
+            raise ValueError(
+                "an address is needed: the socket is not connected; pass addr, or give "
+                "create_datagram_endpoint a remote_addr"
+            )
+        name = self._name(addr)
+        if not name:
+            raise ValueError(
+                f"{addr!r} is not a numeric address of this socket's family; look a name up first, "
+                "with loop.getaddrinfo()"
+            )
+        return name
 
     def _name(self, addr: Any) -> bytes:
         """The sockaddr for an address; b"" where only a look-up, or an error, can tell."""

@@ -32,7 +32,6 @@ from .._fast import Parts
 from .._reactor_c import ffi, lib
 from ..buffers import Frozen, export, immutable
 from ..operation import Operation, path_name
-from ..settings import timeout_ns
 from .base import NativeTransport, notify, os_error
 
 if TYPE_CHECKING:
@@ -42,6 +41,7 @@ TLS_RETRY_SECONDS = 0.005
 outstanding = lib.azc_conn_outstanding
 _native_write = lib.azc_write
 _from_buffer = ffi.from_buffer
+_cast = ffi.cast
 
 Sendable = Union["bytes", "bytearray", "memoryview", Frozen, Sequence[Any], Any]
 
@@ -451,33 +451,10 @@ class StreamTransport(NativeTransport):
     def _zc_queue(self, keep: Parts) -> Operation:
         """Queue locked buffers, after `_zc_check`: the same may go to many transports."""
         conn = self._conn
-        op = self._reactor.admit(conn, keep.submit(self), keep)
+        op = self._reactor.admit(conn, _cast("azc_op *", keep.submit(self)), keep)
         if conn.unsent > self._high_water:
             self._maybe_pause_protocol()
         return op
-
-    def zc_configure(
-        self,
-        *,
-        threshold: int | None = None,
-        adaptive: bool | None = None,
-        cap: int | None = None,
-        timeout: float | None = None,
-    ) -> None:
-        """Change zero-copy settings of this transport: see zc_threshold, adaptive, zc_transport_cap and
-        zc_timeout in aiozc.Settings. None leaves one as it is; timeout=math.inf is no timeout.
-        ValueError: negative, or a timeout of 0; nothing is changed then."""
-        limit = timeout_ns(timeout)
-        if (threshold is not None and threshold < 0) or (cap is not None and cap < 0):
-            raise ValueError("threshold and cap are numbers of bytes and cannot be negative")
-        if threshold is not None:
-            self._conn.zc_threshold = threshold
-        if cap is not None:
-            self._conn.zc_cap = cap
-        if adaptive is not None:
-            self._conn.adaptive = adaptive
-        if timeout is not None and self._conn.token:
-            lib.azc_conn_timeout(self._conn, limit)
 
     def _settle_when_sent(self, op: Operation) -> None:
         """`op` (made by Operation.copied) ends when everything queued until now was accepted."""
