@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path as FilePath
 from typing import Any
 
 import aiozc
@@ -74,9 +75,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(loop: str, path: Path, args: argparse.Namespace) -> Row:
-    command = [sys.executable, "-m", "aiozc.cli.bench.echo_server"]
+    # -P: its directory has modules that are not meant to be found. Where the package was found, by contrast,
+    # may be the current directory.
+    command = [sys.executable, "-P", str(FilePath(__file__).with_name("echo_server.py"))]
     command += [loop, str(args.connections), str(path.cpu)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    places = [str(FilePath(aiozc.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
         try:
             port = _line(server)["port"]
             load = Load(port, args.connections, args.size, args.seconds, path.other_cpu)

@@ -1,7 +1,10 @@
-"""`python -m aiozc.cli.bench.echo_server LOOP CONNECTIONS CPU`: the process that `bench echo` measures.
+"""`python echo_server.py LOOP CONNECTIONS CPU`: the process that `bench echo` measures.
 
 Started by echo.py. Prints {"port"}, serves until all connections have come and gone, and prints {"cpu"}:
 seconds, from the last one's coming to the first one's going.
+
+Never: imports aiozc for another loop. What a process imported before decides how malloc treats asyncio's
+receive buffers, and so whether each costs page faults.
 """
 
 from __future__ import annotations
@@ -9,12 +12,16 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
+import resource
 import sys
 from collections.abc import Callable
 from typing import Any, cast
 
-import aiozc
-from aiozc.cli.bench import sockets
+
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
 
 class Echo(asyncio.Protocol):
@@ -40,11 +47,11 @@ class Served:
         self.done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
     def came(self) -> None:
-        self._before = sockets.cpu_seconds()
+        self._before = cpu_seconds()
 
     def went(self) -> None:
         if self._used is None:
-            self._used = sockets.cpu_seconds() - self._before
+            self._used = cpu_seconds() - self._before
         self._left -= 1
         if not self._left:
             self.done.set_result(self._used)
@@ -65,12 +72,14 @@ def _factory(name: str) -> Callable[[], Any]:
         return asyncio.SelectorEventLoop
     if name == "uvloop":
         return cast("Callable[[], Any]", importlib.import_module("uvloop").new_event_loop)
+    aiozc = importlib.import_module("aiozc")
     return lambda: aiozc.new_event_loop(backend=name.removeprefix("aiozc-"))
 
 
 def main() -> None:
     name, connections, cpu = sys.argv[1:]
-    sockets.pin(int(cpu))
+    if int(cpu) >= 0:
+        os.sched_setaffinity(0, {int(cpu)})
     with asyncio.Runner(loop_factory=_factory(name)) as runner:
         runner.run(serve(int(connections)))
 

@@ -74,12 +74,14 @@ def finish(
     draw: Callable[[Any, list[Row]], None] | None = None,
 ) -> int:
     """Show it all; the exit code: 1 if a row failed, or there is none."""
-    if args.plot and told["rows"]:
-        _plot(args.plot, told, draw or bars)
     if args.json:
         print(json.dumps(told, indent=2))
     else:
         _print(told, columns, remarks)
+    if (
+        args.plot and told["rows"]
+    ):  # last: what was measured is shown even where no file can be written
+        _plot(args.plot, told, draw or bars)
     for row in told["failed"]:
         print(f"failed: {row['label']}: {row['reason']}", file=sys.stderr)
     if not told["rows"]:
@@ -113,8 +115,24 @@ def _print(told: dict[str, Any], columns: Sequence[Column], remarks: Sequence[st
             f"Left out, {count} rows: {reason}.", highlight=False, soft_wrap=True, markup=False
         )
     notes = dict.fromkeys(f"{row['mode']}: {row['note']}" for row in rows if row.get("note"))
-    for line in [*notes, *remarks, told["path_note"]]:
+    for line in [*notes, *remarks, *_copied_all_the_same(told), told["path_note"]]:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _copied_all_the_same(told: dict[str, Any]) -> list[str]:
+    """On the sink that should not be."""
+    asked = ("msg-zerocopy", "zc", "zc-registered")
+    labels = [
+        row["label"]
+        for row in told["rows"]
+        if row["mode"] in asked and row["kernel_path"] in ("copied", "mixed")
+    ]
+    if told["path"] != "sink" or not labels:
+        return []
+    return [
+        f"The kernel copied all the same in {len(labels)} rows ({labels[0]} the first of them): they "
+        "say nothing about zero-copy. Does a packet capture run (tcpdump, a monitoring agent)?"
+    ]
 
 
 def _reasons(rows: Sequence[Row]) -> dict[str, int]:
@@ -176,7 +194,7 @@ def lines(figure: Any, rows: list[Row]) -> None:
                 )
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
-            axes.set_xlabel(f"bytes of a part, {group[0]} IPv{group[1]}")
+            axes.set_xlabel(f"bytes of a part (best number of parts), {group[0]} IPv{group[1]}")
             axes.set_ylabel(name)
             axes.legend(fontsize=7)
 
