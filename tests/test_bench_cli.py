@@ -50,6 +50,10 @@ ALL_MODES = (*cases.MODES, cases.REFERENCE)
 zero_copy = pytest.mark.skipif(
     not aiozc.capabilities().zerocopy, reason=f"no zero-copy here: {aiozc.capabilities().reason}"
 )
+from_checkout = pytest.mark.skipif(
+    not (Path(aiozc.__file__).resolve().parents[1] / "bench" / "sink" / "sink.py").is_file(),
+    reason="the package under test is not imported from its checkout",
+)
 TOOLS = ("ip", "tc", "nft", "clang")
 as_root = pytest.mark.skipif(
     os.geteuid() != 0
@@ -167,15 +171,38 @@ def test_crossover_names_the_setting_and_not_from_loopback() -> None:
     assert "zc_threshold" not in result.stdout
 
 
+@zero_copy
 def test_fanout_sends_one_buffer_to_all_by_both_ways() -> None:
-    result = bench("fanout", "--connections", "5", "--size", "5000", "--json", *SHORT)
-    if not aiozc.capabilities().zerocopy:
-        pytest.skip("no zero-copy here")
-    document = told(result)
+    document = told(bench("fanout", "--connections", "5", "--size", "5000", "--json", *SHORT))
     assert {row["mode"] for row in document["rows"]} >= {"copy", "zc"}
     for row in document["rows"]:
         assert (row["connections"], row["size"]) == (5, 5000)
         assert (row["notifications"] > 0) == row["mode"].startswith("zc")
+
+
+def test_without_io_uring_the_rows_that_need_it_are_left_out_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AIOZC_BACKEND", "epoll")
+    document = told(bench("fanout", "--connections", "2", "--size", "5000", "--json", *SHORT))
+    assert [(row["mode"], row["engine"]) for row in document["rows"]] == [("copy", "aiozc epoll")]
+    assert document["left_out"]
+    assert all("no zero-copy here: " in row["reason"] for row in document["left_out"])
+    result = bench("crossover", *SHORT)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: no zero-copy here: ")
+
+
+def test_a_plot_is_a_picture_and_one_that_cannot_be_written_costs_no_figure(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    args = ["echo", "--loops", "asyncio", "--connections", "1", "--json", *SHORT]
+    file = tmp_path / "echo.png"
+    told(bench(*args, "--plot", str(file)))
+    assert file.read_bytes().startswith(b"\x89PNG")
+    result = bench(*args, "--plot", str(tmp_path / "absent" / "echo.png"))
+    assert result.returncode == 1
+    assert "error: --plot" in result.stderr and "No such file" in result.stderr
+    assert json.loads(result.stdout)["rows"]
 
 
 def test_echo_measures_our_loop_beside_asyncio() -> None:
@@ -261,6 +288,21 @@ def test_a_row_counts_only_if_everything_arrived() -> None:
         sock.sendall(bytes(1000))
     with pytest.raises(WrongData, match="1000 bytes arrived, 500 were sent"):
         Endpoint("", 0, receiver=receiver).check(500, -1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without rights")
+def test_a_row_that_may_lock_too_little_memory_names_the_limit() -> None:
+    """In a process that gives its rights up after its imports: others may not be able to read these files."""
+    code = (
+        "import json, os, resource, sys; from aiozc.cli.bench import sender;"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, 4096));"
+        "os.setgid(65534); os.setuid(65534); sender.main()"
+    )
+    job = {"engine": "bare", "protocol": "tcp", "family": 4, "size": 65536, "parts": 8}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        job |= {"mode": "msg-zerocopy", "address": "127.0.0.1", "port": listener.getsockname()[1]}
+        result = run("-c", code, json.dumps({**job, "seconds": 0.02}))
+    assert "raise RLIMIT_MEMLOCK" in json.loads(result.stdout)["failed"], result.stderr
 
 
 def test_a_failed_row_is_told_and_the_others_go_on(tmp_path: Path) -> None:
@@ -365,12 +407,14 @@ def test_a_reference_that_is_not_there_is_refused() -> None:
     assert "error: --reference /nonexistent/send-zerocopy: no such program" in result.stderr
 
 
+@from_checkout
 def test_the_sink_says_that_it_needs_root() -> None:
     result = in_bench("import os; os.geteuid = lambda: 1000", "send", "--path", "sink")
     assert result.returncode == 1
     assert "error: the path `sink` needs: root: run it with sudo, or as root" in result.stderr
 
 
+@from_checkout
 def test_the_sink_names_every_program_that_is_missing() -> None:
     setup = "import os, shutil; shutil.which = lambda *a, **k: None; os.geteuid = lambda: 0"
     result = in_bench(setup, "fanout", "--path", "sink")
@@ -420,6 +464,7 @@ def namespaces(pid: int) -> list[str]:
 
 
 @as_root
+@from_checkout
 def test_the_sink_does_not_copy_and_leaves_nothing_behind() -> None:
     before = set(os.listdir("/run/netns")) if os.path.isdir("/run/netns") else set()
     args = ["--sizes", "8000", "--parts", "4", "--modes", "copy", "msg-zerocopy", "zc"]
@@ -439,6 +484,7 @@ def test_the_sink_does_not_copy_and_leaves_nothing_behind() -> None:
 
 
 @as_root
+@from_checkout
 def test_a_terminated_run_removes_its_namespaces() -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "aiozc", "bench", "fanout", "--path", "sink", "--seconds", "30"],

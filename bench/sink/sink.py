@@ -76,14 +76,17 @@ def _headers() -> Path | None:
 
 
 def _run(*command: str, given: str | None = None) -> None:
-    done = subprocess.run(
-        command,
-        input=given,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PATH": _search_path()},
-    )
+    try:
+        done = subprocess.run(
+            command,
+            input=given,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PATH": _search_path()},
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SinkError(f"{' '.join(command)}: {error}") from error
     if done.returncode:
         words = (done.stderr or done.stdout).strip().splitlines() or [
             f"exit code {done.returncode}"

@@ -154,8 +154,12 @@ class Notices:
                 break
             except OSError as error:
                 # The limit of notices (net.core.optmem_max): wait for some.
-                if error.errno != errno.ENOBUFS or not self.outstanding:
+                if error.errno != errno.ENOBUFS:
                     raise
+                if not self.outstanding:
+                    raise RowFailed(
+                        "MSG_ZEROCOPY has no room for one request: raise RLIMIT_MEMLOCK (ulimit -l)"
+                    ) from error
                 self._poll.poll(1000)
                 self.reap()
         self._sent += 1

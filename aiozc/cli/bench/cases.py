@@ -1,12 +1,13 @@
 """What can be measured: one Case is one row. Owns the matrix of `send`, and why a row has to be left out.
 
-Used by the subcommands and by sender.py. Pure: opens nothing, sends nothing.
+Used by the subcommands and by sender.py. Sends nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import random
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -65,8 +66,20 @@ def matrix(
                         yield Case(protocol, family, size, 1 if single else count, mode)
 
 
+@functools.cache
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
 def why_not(case: Case) -> str | None:
     """Why this row cannot be measured here; None: it can."""
+    if case.family == 6 and not _has_ipv6():
+        return "this machine has no IPv6 address ::1"
     if case.protocol == "udp":
         most = UDP_MOST[case.family]
         if case.mode != REFERENCE and case.size * case.parts > most:

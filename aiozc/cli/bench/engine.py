@@ -33,7 +33,7 @@ def run(job: Job) -> Result:
         send = _datagrams
     return aiozc.run(
         send(job),
-        backend="uring",
+        backend="uring" if forced else None,
         zerocopy="auto" if forced else "off",
         adaptive=not forced,
         zc_threshold=0,

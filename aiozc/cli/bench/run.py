@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -62,7 +61,6 @@ def call(path: Path, command: Sequence[str], seconds: float, inherit: int = -1) 
             text=True,
             timeout=seconds + STARTING,
             pass_fds=[inherit] if inherit >= 0 else [],
-            env={**os.environ, "AIOZC_BACKEND": "", "AIOZC_ZEROCOPY": ""},
         )
     except subprocess.TimeoutExpired as error:
         raise RowFailed(f"no answer within {error.timeout:g} s") from error

@@ -7,6 +7,7 @@ output, is a Result as JSON, or {"failed": why}.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import sys
 
@@ -23,6 +24,8 @@ def main() -> None:
         answer = dataclasses.asdict(result)
     except (RowFailed, OSError) as error:
         answer = {"failed": str(error) or type(error).__name__}
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            answer["failed"] += ": raise RLIMIT_MEMLOCK (ulimit -l)"
     print(json.dumps(answer), flush=True)
 
 
