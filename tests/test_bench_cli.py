@@ -165,7 +165,7 @@ def test_crossover_names_the_setting_and_not_from_loopback() -> None:
     assert document["zc_threshold"] == document["crossover"] == crossover(document["rows"])
     assert {row["engine"] for row in document["rows"]} == {"aiozc uring"}
     assert all(row["parts_per_request"] == 1 for row in document["rows"])
-    result = bench(*args)
+    result = bench("crossover", "--sizes", "4096", *SHORT)
     assert result.returncode == 0, result.stderr
     assert "Set nothing by that" in result.stdout
     assert "zc_threshold" not in result.stdout
@@ -502,3 +502,21 @@ def test_a_terminated_run_removes_its_namespaces() -> None:
         finally:
             running.kill()
     assert namespaces(running.pid) == []
+
+
+@as_root
+@from_checkout
+def test_what_a_killed_run_left_is_removed_by_the_next() -> None:
+    with subprocess.Popen(["true"]) as dead:
+        pass
+    sink = Path(aiozc.__file__).resolve().parents[1] / "bench" / "sink" / "sink.py"
+    try:
+        made = run(str(sink), "up", str(dead.pid))
+        assert made.returncode == 0, made.stderr
+        assert json.loads(made.stdout)["namespace"] in namespaces(dead.pid)
+        assert len(namespaces(dead.pid)) == 2
+        args = ["--path", "sink", "--connections", "1", "--size", "5000", "--modes", "copy"]
+        told(bench("fanout", *args, "--json", *SHORT))
+        assert namespaces(dead.pid) == []
+    finally:
+        run(str(sink), "down", str(dead.pid))
