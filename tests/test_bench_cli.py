@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import pytest
 
 import aiozc
+from aiozc.cli import main
 from aiozc.cli.bench import cases
 from aiozc.cli.bench.crossover import crossover
 from aiozc.cli.bench.errors import RowFailed, WrongData
@@ -67,6 +69,8 @@ as_root = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of this process
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # a benchmark adds to it: put it back
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
@@ -380,55 +384,68 @@ def test_the_crossover_is_the_size_from_which_zero_copy_stays_cheaper() -> None:
 def test_bad_arguments_are_refused_by_name(
     args: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from aiozc.cli import main
-
     with pytest.raises(SystemExit) as caught:
         main(["bench", *args])
     assert caught.value.code == 2
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["send", "echo"])
-def test_without_rich_the_benchmark_names_the_remedy(command: str) -> None:
-    result = in_bench("sys.modules['rich'] = None", command)
-    assert result.returncode == 2
-    assert result.stderr == "error: the benchmarks need rich: pip install 'aiozc[bench]'\n"
+def refused(capsys: pytest.CaptureFixture[str], code: int, *args: str) -> str:
+    """What a benchmark in this process says that ends with this exit code and measures nothing."""
+    assert main(["bench", *args]) == code
+    output = capsys.readouterr()
+    assert output.out == ""
+    return output.err
 
 
-def test_without_matplotlib_a_plot_is_refused_before_anything_runs() -> None:
-    result = in_bench("sys.modules['matplotlib'] = None", "send", "--plot", "x.png")
-    assert result.returncode == 2
-    assert result.stderr == "error: --plot needs matplotlib: pip install 'aiozc[bench]'\n"
+@pytest.mark.parametrize("command", ["send", "crossover", "fanout", "echo"])
+def test_without_rich_the_benchmark_names_the_remedy(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    said = refused(capsys, 2, command)
+    assert said == "error: the benchmarks need rich: pip install 'aiozc[bench]'\n"
 
 
-def test_a_reference_that_is_not_there_is_refused() -> None:
-    result = bench("send", "--reference", "/nonexistent/send-zerocopy")
-    assert result.returncode == 1
-    assert "error: --reference /nonexistent/send-zerocopy: no such program" in result.stderr
+def test_without_matplotlib_a_plot_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said = refused(capsys, 2, "send", "--plot", "x.png")
+    assert said == "error: --plot needs matplotlib: pip install 'aiozc[bench]'\n"
+
+
+def test_a_reference_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, 1, "send", "--reference", "/nonexistent/send-zerocopy")
+    assert "error: --reference /nonexistent/send-zerocopy: no such program" in said
 
 
 @from_checkout
-def test_the_sink_says_that_it_needs_root() -> None:
-    result = in_bench("import os; os.geteuid = lambda: 1000", "send", "--path", "sink")
-    assert result.returncode == 1
-    assert "error: the path `sink` needs: root: run it with sudo, or as root" in result.stderr
+def test_the_sink_says_that_it_needs_root(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    said = refused(capsys, 1, "send", "--path", "sink")
+    assert "error: the path `sink` needs: root: run it with sudo, or as root" in said
 
 
 @from_checkout
-def test_the_sink_names_every_program_that_is_missing() -> None:
-    setup = "import os, shutil; shutil.which = lambda *a, **k: None; os.geteuid = lambda: 0"
-    result = in_bench(setup, "fanout", "--path", "sink")
-    assert result.returncode == 1
+def test_the_sink_names_every_program_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda *_args, **_more: None)
+    said = refused(capsys, 1, "fanout", "--path", "sink")
     for tool, package in (("ip", "iproute2"), ("nft", "nftables"), ("clang", "clang")):
-        assert f"the program {tool}: apt-get install {package}" in result.stderr
-    assert "root:" not in result.stderr
+        assert f"the program {tool}: apt-get install {package}" in said
+    assert "root:" not in said
 
 
-def test_without_a_checkout_the_sink_says_to_use_one(tmp_path: Path) -> None:
-    setup = f"import aiozc; aiozc.__file__ = {str(tmp_path / 'aiozc' / '__init__.py')!r}"
-    result = in_bench(setup, "send", "--path", "sink")
-    assert result.returncode == 1
-    assert "run it from a checkout" in result.stderr
+def test_without_a_checkout_the_sink_says_to_use_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(aiozc, "__file__", str(tmp_path / "aiozc" / "__init__.py"))
+    assert "run it from a checkout" in refused(capsys, 1, "send", "--path", "sink")
 
 
 def test_two_benchmarks_never_run_at_once(tmp_path: Path) -> None:
