@@ -284,6 +284,7 @@ typedef struct azc_api {
     azc_op *(*submit)(azc_conn *c, const azc_iov *parts, size_t n);
     size_t (*take_released)(azc_reactor *r, uint64_t *tokens, size_t max);
     void *(*owner)(azc_reactor *r, uint64_t token);
+    int (*withdraw)(azc_conn *c, azc_op *op);
 } azc_api;
 const azc_api *azc_api_table(void);
 

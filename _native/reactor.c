@@ -757,6 +757,7 @@ static void *owner(azc_reactor *r, uint64_t token)
 
 const azc_api *azc_api_table(void)
 {
-    static const azc_api table = {azc_wait, azc_write, azc_submit, azc_take_released, owner};
+    static const azc_api table = {azc_wait,          azc_write, azc_submit,
+                                  azc_take_released, owner,     azc_withdraw};
     return &table;
 }

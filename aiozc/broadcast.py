@@ -139,7 +139,7 @@ class _Leg:
             if self.tls is not None:
                 self.op = tls_queue(self.tls, message.copies())
             else:
-                self.op = self.raw._zc_queue(message.keep)
+                self.op = self.raw.zc_write(message.keep)
         except (RuntimeError, OSError, MemoryError) as exc:
             self.error = exc.with_traceback(None)
             return

@@ -24,7 +24,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ._reactor_c import lib
+from . import _fast
+from ._reactor_c import ffi, lib
 
 if TYPE_CHECKING:
     from .reactor import Reactor
@@ -41,7 +42,8 @@ class OperationState(enum.IntEnum):
     FAILED = lib.AZC_FAILED
 
 
-_RELEASED = OperationState.RELEASED
+_cast = ffi.cast
+_SENT = int(OperationState.SENT)
 _STATES = tuple(OperationState)  # by number: calling the enum costs 0.3 us
 
 
@@ -98,57 +100,36 @@ class Stage:
         return f"<{name} of {self._op!r}: {'done' if self.done() else 'pending'}>"
 
 
-class Operation:
+class Operation(_fast.Operation):
     """A submitted buffer, or list of buffers, on its way.
 
-    nbytes: bytes submitted. Awaiting the operation is awaiting `released`. Cancelling an await never
-    cuts the stream and never withdraws. The memory must not be changed before `released`.
+    nbytes: bytes submitted. bytes_sent: what the kernel accepted so far; stays readable after a failure.
+    Awaiting the operation is awaiting `released`. Cancelling an await never cuts the stream and never
+    withdraws. The memory must not be changed before `released`.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_conn",
-        "_error",
-        "_free",
-        "_keep",
-        "_loop",
-        "_native",
-        "_path",
-        "_reactor",
-        "_sent_bytes",
-        "_state",
-        "_waiters",
-        "nbytes",
-    )
+    __slots__ = ("__weakref__",)
+
+    # The fields, and what happens to them when it ends, are in _native/fast/operation.c.
+    _waiters: list[tuple[bool, Any]] | None  # futures, or what is told like one
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        reactor: Reactor | None,
-        conn: Any,
-        native: Any,
-        keep: Any,
+        reactor: Reactor | None = None,
+        conn: Any = None,
+        native: Any = None,
+        keep: Any = None,
     ) -> None:
-        self._loop = loop
-        self._reactor = reactor
-        self._conn = conn  # azc_conn *, valid while the operation is QUEUED
-        self._native = native  # azc_op *, valid until the event that ends it was handled
-        self._keep = keep
-        # Futures, or what is told like one; made for the first.
-        self._waiters: list[tuple[bool, Any]] | None = None
-        self._free = False  # the kernel reads the memory no more
-        self.nbytes: int = 0
-        # Read only once the native side is gone, and set then: _error, _path, _sent_bytes, _state.
-        if native is not None:
-            self.nbytes = native.nbytes
+        if native is None:
+            self._loop = loop
         else:
-            self._error = self._path = self._sent_bytes = 0
-            self._state = OperationState.QUEUED
+            self._start(loop, reactor, conn.address, int(_cast("uintptr_t", native)), keep)
 
     @classmethod
     def finished(cls, loop: asyncio.AbstractEventLoop, nbytes: int = 0, path: int = 0) -> Operation:
         """An operation that needs no kernel: of no bytes."""
-        op = cls(loop, None, None, None, None)
+        op = cls(loop)
         op.nbytes = op._sent_bytes = nbytes
         op._path = path
         op._state = OperationState.RELEASED
@@ -158,7 +139,7 @@ class Operation:
     @classmethod
     def copied(cls, loop: asyncio.AbstractEventLoop, nbytes: int) -> Operation:
         """An operation whose bytes were copied before the call returned; `_settle` ends it."""
-        op = cls(loop, None, None, None, None)
+        op = cls(loop)
         op.nbytes = nbytes
         op._path = lib.AZC_PATH_COPIED
         return op
@@ -173,12 +154,7 @@ class Operation:
 
     @property
     def state(self) -> OperationState:
-        return self._state if self._native is None else _STATES[self._native.state]
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that the kernel accepted so far; stays readable after a failure."""
-        return self._sent_bytes if self._native is None else int(self._native.sent)
+        return _STATES[self._state_now]
 
     @property
     def sent(self) -> Stage:
@@ -195,11 +171,12 @@ class Operation:
 
     def withdraw(self) -> bool:
         """Take it out of the queue. True only if no byte of it was issued; nothing of it is sent then."""
-        if self._native is None or self._reactor is None:
+        token, reactor = self._token, self._reactor
+        if not token or not self._withdraw():
             return False
-        if self._native.state != lib.AZC_QUEUED:
-            return False
-        return self._reactor.withdraw(self)
+        reactor.held.pop(token, None)
+        self._wake(sent_only=False)
+        return True
 
     def __repr__(self) -> str:
         return f"<aiozc.Operation {self.state.name} {self.bytes_sent}/{self.nbytes} bytes>"
@@ -217,21 +194,15 @@ class Operation:
     # -- for Stage --
 
     def _sent_done(self) -> bool:
-        return self.state >= OperationState.SENT
-
-    def _want_sent(self) -> None:
-        if self._native is not None:
-            self._native.want_sent = 1
+        return self._state_now >= _SENT
 
     def _outcome(self, of_sent: bool) -> Result:
         state = self.state
         if state is OperationState.WITHDRAWN and of_sent:
             raise asyncio.CancelledError("the operation was withdrawn")
-        error = self._error if self._native is None else -int(self._native.error)
-        if error:
+        if error := self._error_now:
             raise OSError(error, self._explain(error))
-        path = self._path if self._native is None else int(self._native.path)
-        return Result(self.bytes_sent, path_name(path))
+        return Result(self.bytes_sent, path_name(self._path_now))
 
     def _explain(self, error: int) -> str:
         return f"{os.strerror(error)} (after {self.bytes_sent} bytes)"
@@ -241,38 +212,6 @@ class Operation:
     def _on_sent(self) -> None:
         """The last byte was accepted, or sending failed with the memory still pinned."""
         self._wake(sent_only=True)
-
-    def _part_from_native(self) -> None:
-        """Take over what the native side knows, for its slot goes to somebody else."""
-        native = self._native
-        self._sent_bytes = int(native.sent)
-        self._error = -int(native.error)
-        self._path = int(native.path)
-        self._state = _STATES[native.state]
-        self._native = self._reactor = self._conn = None
-
-    def _finish(self, error: int, path: int) -> None:
-        """The memory is free: give the locks back. The event told the errno, or 0, and the path."""
-        if error:
-            self._part_from_native()
-        else:
-            self._sent_bytes = self.nbytes
-            self._error = 0
-            self._path = path
-            self._state = _RELEASED
-            self._native = self._reactor = self._conn = None
-        self._free = True
-        self._keep = None
-        if self._waiters is not None:
-            self._wake(sent_only=False)
-
-    def _withdrawn(self) -> None:
-        """It is out of the queue."""
-        self._part_from_native()
-        self._state = OperationState.WITHDRAWN
-        self._free = True
-        self._keep = None
-        self._wake(sent_only=False)
 
     def _orphan(self) -> None:
         """The loop is gone and the kernel still reads: the locks are kept, for good."""

@@ -44,7 +44,7 @@ _WAKE: int = lib.AZC_FIRED_WAKE
 _RELEASED: int = lib.AZC_FIRED_RELEASED
 MAX_WAIT = 24 * 3600.0  # seconds
 _wait = lib.azc_wait
-_fast.bind(address(lib.azc_api_table()), Frozen, refuse)
+_fast.bind(address(lib.azc_api_table()), Frozen, refuse, Operation)
 
 _incref = ctypes.pythonapi.Py_IncRef
 _decref = ctypes.pythonapi.Py_DecRef
@@ -181,15 +181,6 @@ class Reactor:
         self.held[native.token] = op
         return op
 
-    def withdraw(self, op: Operation) -> bool:
-        """Take a QUEUED operation out of its queue; False if a byte of it was issued."""
-        native, token = op._native, op._native.token
-        if not lib.azc_withdraw(op._conn, native):
-            return False
-        self.held.pop(token, None)
-        op._withdrawn()
-        return True
-
     def zc_stats(self) -> stats.ZcStats:
         return stats.read(self._stats, self.backend)
 
@@ -228,7 +219,7 @@ class Reactor:
                 break
         self._stats = ffi.new("azc_stats *", self._stats[0])
         for op in self.held.values():
-            if isinstance(op, Operation) and op._native is not None:
+            if isinstance(op, Operation) and op._token:
                 op._orphan()
         left = int(lib.azc_close(self.native))
         self.native = None

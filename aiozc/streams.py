@@ -49,9 +49,10 @@ def zc_submit(self: asyncio.StreamWriter, data: Sendable) -> Operation:
     A list is one operation and raises as a whole, with nothing queued: TypeError (not a buffer),
     BufferError (not contiguous), RuntimeError (after write_eof), ConnectionResetError (closing).
     """
-    transport: Any = self.transport
+    transport: Any = self._transport  # type: ignore[attr-defined]
     if isinstance(transport, StreamTransport):
-        return transport.zc_write(data)
+        op: Operation = transport.zc_write(data)
+        return op
     if isinstance(transport, hooks.SSLProtocolTransport):
         return tls_write(transport, data)
     raise refuse(transport)

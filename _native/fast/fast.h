@@ -4,7 +4,8 @@
  * function table azc_api, and does in C what Python would do for every event, write and callback.
  * It has no policy: whatever is not the common case is a call of the Python method that knows.
  * Files: module.c (names, errors), transport.c (base type of the transports, write), turn.c (one
- * turn of the loop, the walk over its events), parts.c (buffers locked for an operation).
+ * turn of the loop, the walk over its events), operation.c (what an operation knows), parts.c
+ * (buffers locked for it).
  *
  * Never: keeps a borrowed reference over a call into Python; lets an exception pass but SystemExit
  * and KeyboardInterrupt (turn.c reports the others as asyncio does).
@@ -48,6 +49,11 @@ extern const azc_api *api; /* the reactor's functions; set once by bind() */
     X(_on_sent)                                                                                    \
     X(_finish)                                                                                     \
     X(_look)                                                                                       \
+    X(_wake)                                                                                       \
+    X(_loop)                                                                                       \
+    X(_reactor)                                                                                    \
+    X(_zc_write)                                                                                   \
+    X(_maybe_pause_protocol)                                                                       \
     X(_write)
 #define DECLARE(name) extern PyObject *n_##name;
 NAMES(DECLARE)
@@ -69,15 +75,29 @@ PyObject *call_ints(PyObject *self, PyObject *name, long a, long b);
 struct fields { /* of a transport, behind the slots of asyncio's classes */
     azc_conn *conn;
     PyObject *protocol, *context;
+    PyObject *held;     /* the reactor's, by token: who keeps what locked */
     unsigned char fast; /* FAST_*, or 0: see stream.py's _review */
     char open;          /* write() may queue */
+    char closing;       /* close() or abort() was called */
 };
 
 struct fields *fields_of(PyObject *transport);
 azc_conn *conn_of_transport(PyObject *transport); /* NULL: an exception is set */
 PyObject *transport_base(PyObject *module, PyObject *bases);
 
+/* ---- operation.c ---- */
+
+extern PyTypeObject *operation_base;
+extern PyObject *operation_class; /* aiozc.Operation */
+extern PyType_Spec operation_spec;
+PyObject *operation_new(PyObject *loop, PyObject *reactor, PyObject *keep);
+void operation_start(PyObject *op, azc_conn *conn, azc_op *native);
+int operation_finish(PyObject *op, int error, int path);
+
 /* ---- turn.c, parts.c ---- */
+
+size_t parts_bytes(PyObject *parts);
+azc_op *parts_queue(PyObject *parts, azc_conn *conn);
 
 extern PyObject *frozen_type; /* buffers.Frozen */
 extern PyObject *refuse;      /* buffers.refuse(obj, exc): raises what tells the remedy */

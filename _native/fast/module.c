@@ -56,10 +56,14 @@ static PyObject *bind(PyObject *module, PyObject *args)
 {
     (void)module;
     unsigned long long address;
-    PyObject *frozen, *refusing;
-    if (!PyArg_ParseTuple(args, "KOO:bind", &address, &frozen, &refusing))
+    PyObject *frozen, *refusing, *operation;
+    if (!PyArg_ParseTuple(args, "KOOO!:bind", &address, &frozen, &refusing, &PyType_Type,
+                          &operation))
         return NULL;
+    if (!PyType_IsSubtype((PyTypeObject *)operation, operation_base))
+        return PyErr_Format(PyExc_TypeError, "Operation must derive from _fast.Operation");
     api = (const azc_api *)(uintptr_t)address;
+    Py_XSETREF(operation_class, Py_NewRef(operation));
     Py_XSETREF(frozen_type, Py_NewRef(frozen));
     Py_XSETREF(refuse, Py_NewRef(refusing));
     Py_RETURN_NONE;
@@ -67,7 +71,8 @@ static PyObject *bind(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
     {"bind", bind, METH_VARARGS,
-     "The address of azc_api, buffers.Frozen, buffers.refuse. Called once, at import."},
+     "The address of azc_api, buffers.Frozen, buffers.refuse, aiozc.Operation. Called once, at "
+     "import."},
     {"transport_base", transport_base, METH_O,
      "A class with the given bases and the native fields of a transport."},
     {NULL, NULL, 0, NULL},
@@ -99,7 +104,9 @@ PyMODINIT_FUNC PyInit__fast(void)
         return NULL;
     core_type = (PyTypeObject *)PyType_FromSpec(&core_spec);
     parts_type = (PyTypeObject *)PyType_FromSpec(&parts_spec);
-    if (!core_type || !parts_type || PyModule_AddType(module, core_type) < 0 ||
+    operation_base = (PyTypeObject *)PyType_FromSpec(&operation_spec);
+    if (!core_type || !parts_type || !operation_base ||
+        PyModule_AddType(module, operation_base) < 0 || PyModule_AddType(module, core_type) < 0 ||
         PyModule_AddType(module, parts_type) < 0) {
         Py_DECREF(module);
         return NULL;

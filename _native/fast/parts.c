@@ -136,6 +136,16 @@ static void parts_dealloc(Parts *self)
     Py_DECREF(type);
 }
 
+size_t parts_bytes(PyObject *parts)
+{
+    return ((Parts *)parts)->bytes;
+}
+
+azc_op *parts_queue(PyObject *parts, azc_conn *conn)
+{
+    return api->submit(conn, ((Parts *)parts)->iov, (size_t)Py_SIZE(parts));
+}
+
 /* submit(transport) -> address of the azc_op, 0: no memory, nothing queued. */
 static PyObject *parts_submit(Parts *self, PyObject *transport)
 {

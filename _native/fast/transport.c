@@ -50,6 +50,7 @@ static int traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(f->protocol);
     Py_VISIT(f->context);
+    Py_VISIT(f->held);
     for (Py_ssize_t i = 0; i < slot_count(); i++)
         Py_VISIT(slots_of(self)[i]);
     return 0;
@@ -60,6 +61,7 @@ static int clear(PyObject *self)
     struct fields *f = fields_of(self);
     Py_CLEAR(f->protocol);
     Py_CLEAR(f->context);
+    Py_CLEAR(f->held);
     for (Py_ssize_t i = 0; i < slot_count(); i++)
         Py_CLEAR(slots_of(self)[i]);
     return 0;
@@ -95,13 +97,67 @@ static PyObject *tr_write(PyObject *self, PyObject *data)
     Py_RETURN_NONE;
 }
 
-static PyObject *tr_bind(PyObject *self, PyObject *address)
+/* The Operation for locked buffers, queued and held. NULL: an exception, and nothing is queued. */
+static PyObject *submit(PyObject *self, struct fields *f, PyObject *parts)
 {
-    azc_conn *conn = PyLong_AsVoidPtr(address);
-    if (!conn)
-        return PyErr_Occurred() ? NULL : (PyErr_SetString(PyExc_ValueError, "no connection"), NULL);
-    fields_of(self)->conn = conn;
-    conn->owner = self; /* borrowed: reactor.conns holds the transport as long */
+    PyObject *loop = PyObject_GetAttr(self, n__loop), *reactor = PyObject_GetAttr(self, n__reactor);
+    PyObject *op = loop && reactor ? operation_new(loop, reactor, parts) : NULL;
+    Py_XDECREF(loop);
+    Py_XDECREF(reactor);
+    if (!op)
+        return NULL;
+    azc_op *native = parts_queue(parts, f->conn);
+    PyObject *token = native ? PyLong_FromUnsignedLongLong(native->token) : NULL;
+    if (!token || PyDict_SetItem(f->held, token, op) < 0) {
+        if (native)
+            api->withdraw(f->conn, native);
+        PyErr_Clear();
+        PyErr_SetString(PyExc_MemoryError, "aiozc: no memory for an operation; nothing was queued");
+        Py_XDECREF(token);
+        Py_DECREF(op);
+        return NULL;
+    }
+    Py_DECREF(token);
+    operation_start(op, f->conn, native);
+    return op;
+}
+
+/* zc_write(data): a buffer or a list of buffers on an open transport. */
+static PyObject *tr_zc_write(PyObject *self, PyObject *data)
+{
+    struct fields *f = fields_of(self);
+    if (!f->open || f->closing || !f->conn)
+        return call1(self, n__zc_write, data);
+    PyObject *parts = Py_IS_TYPE(data, parts_type)
+                          ? Py_NewRef(data)
+                          : PyObject_CallOneArg((PyObject *)parts_type, data);
+    if (!parts)
+        return NULL;
+    PyObject *op;
+    if (!parts_bytes(parts) || !f->conn) /* locking may run code of the buffers' owners */
+        op = call1(self, n__zc_write, parts);
+    else
+        op = submit(self, f, parts);
+    Py_DECREF(parts);
+    if (op && f->conn && f->conn->unsent > f->conn->high) {
+        PyObject *rc = PyObject_CallMethodNoArgs(self, n__maybe_pause_protocol);
+        if (!rc)
+            Py_CLEAR(op);
+        Py_XDECREF(rc);
+    }
+    return op;
+}
+
+static PyObject *tr_bind(PyObject *self, PyObject *args)
+{
+    unsigned long long address;
+    PyObject *held;
+    if (!PyArg_ParseTuple(args, "KO!:_bind", &address, &PyDict_Type, &held))
+        return NULL;
+    struct fields *f = fields_of(self);
+    f->conn = (azc_conn *)(uintptr_t)address;
+    Py_XSETREF(f->held, Py_NewRef(held));
+    f->conn->owner = self; /* borrowed: reactor.conns holds the transport as long */
     Py_RETURN_NONE;
 }
 
@@ -123,7 +179,9 @@ static PyMethodDef methods[] = {
      "What the caller changes afterwards is never seen by the peer. RuntimeError: after "
      "write_eof().\n"
      "TypeError: not bytes-like. On a lost connection it does nothing, as asyncio's."},
-    {"_bind", tr_bind, METH_O, "The address of the transport's azc_conn."},
+    {"zc_write", tr_zc_write, METH_O,
+     "Queue a buffer, or a list of buffers, zero-copy; its Operation. See StreamWriter.zc_submit."},
+    {"_bind", tr_bind, METH_VARARGS, "(address of the transport's azc_conn, reactor.held)"},
     {"_unbind", tr_unbind, METH_NOARGS, "The connection is about to be closed. Idempotent."},
     {NULL, NULL, 0, NULL},
 };
@@ -131,7 +189,7 @@ static PyMethodDef methods[] = {
 PyObject *transport_base(PyObject *module, PyObject *bases)
 {
     (void)module;
-    static PyMemberDef members[5];
+    static PyMemberDef members[6];
     if (!PyTuple_Check(bases) || !PyTuple_GET_SIZE(bases) ||
         !PyType_Check(PyTuple_GET_ITEM(bases, 0))) {
         PyErr_SetString(PyExc_TypeError, "a tuple of classes is needed");
@@ -146,6 +204,8 @@ PyObject *transport_base(PyObject *module, PyObject *bases)
                                base_size + (Py_ssize_t)offsetof(struct fields, fast), 0, NULL};
     members[3] = (PyMemberDef){"_open", T_BOOL,
                                base_size + (Py_ssize_t)offsetof(struct fields, open), 0, NULL};
+    members[4] = (PyMemberDef){"_closing", T_BOOL,
+                               base_size + (Py_ssize_t)offsetof(struct fields, closing), 0, NULL};
     PyType_Slot slots[] = {
         {Py_tp_traverse, traverse}, {Py_tp_clear, clear},     {Py_tp_dealloc, dealloc},
         {Py_tp_methods, methods},   {Py_tp_members, members}, {0, NULL},

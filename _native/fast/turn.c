@@ -219,6 +219,11 @@ static int happened(Core *self, const azc_event *e)
             close(e->res); /* accepted for a listener that is gone */
         return 0;
     }
+    if (e->kind == AZC_EV_RELEASED && PyObject_TypeCheck(to, operation_base)) {
+        int ended = operation_finish(to, e->res, e->arg);
+        Py_DECREF(to);
+        return ended;
+    }
     PyObject *rc = hand_out(self, e, to);
     Py_DECREF(to);
     Py_XDECREF(rc);

@@ -63,7 +63,7 @@ class NativeTransport(_fast.transport_base((hooks.FlowControlMixin, asyncio.Tran
     _protocol_paused = False
     _high_water, _low_water = hooks.HIGH_WATER, hooks.LOW_WATER  # the native side's defaults, too
     _conn_lost = 0  # as asyncio's: connection_lost is scheduled, or writes after it
-    _closing = False
+    _closing: bool
     _paused = False
     _started = False  # connection_made was called
 
@@ -85,7 +85,7 @@ class NativeTransport(_fast.transport_base((hooks.FlowControlMixin, asyncio.Tran
         self._loop = loop
         self._reactor = reactor = loop._reactor
         conn = self._conn = reactor.open(fd, self._kind, self, family)
-        self._bind(conn.address)
+        self._bind(conn.address, reactor.held)
         if extra is None:
             extra = {}
         self._extra = extra

@@ -41,7 +41,6 @@ TLS_RETRY_SECONDS = 0.005
 outstanding = lib.azc_conn_outstanding
 _native_write = lib.azc_write
 _from_buffer = ffi.from_buffer
-_cast = ffi.cast
 
 Sendable = Union["bytes", "bytearray", "memoryview", Frozen, Sequence[Any], Any]
 
@@ -429,12 +428,11 @@ class StreamTransport(NativeTransport):
 
     # -- zero-copy --
 
-    def zc_write(self, data: Sendable) -> Operation:
-        """Queue a buffer, or a list of buffers, zero-copy. See StreamWriter.zc_submit."""
-        if self._closing or not self._open:
-            self._zc_check()
-        keep = Parts(data)
-        return self._zc_queue(keep) if keep.nbytes else Operation.finished(self._loop)
+    def _zc_write(self, data: Sendable) -> Operation:
+        """zc_write() on a transport that is not open, or of no bytes."""
+        self._zc_check()
+        keep = data if type(data) is Parts else Parts(data)
+        return self.zc_write(keep) if keep.nbytes else Operation.finished(self._loop)
 
     def _zc_check(self) -> None:
         """Raises where nothing can be queued any more."""
@@ -447,14 +445,6 @@ class StreamTransport(NativeTransport):
             )
         if self._empty_waiter is not None:
             raise RuntimeError("unable to write; sendfile is in progress")
-
-    def _zc_queue(self, keep: Parts) -> Operation:
-        """Queue locked buffers, after `_zc_check`: the same may go to many transports."""
-        conn = self._conn
-        op = self._reactor.admit(conn, _cast("azc_op *", keep.submit(self)), keep)
-        if conn.unsent > self._high_water:
-            self._maybe_pause_protocol()
-        return op
 
     def _settle_when_sent(self, op: Operation) -> None:
         """`op` (made by Operation.copied) ends when everything queued until now was accepted."""
