@@ -588,6 +588,27 @@ static int region_index(struct uring *u, const struct region *g)
     return rc < 0 ? rc : place;
 }
 
+/* The request sends registered memory: no page is looked up and pinned for it. */
+static void from_region(struct azc_reactor *r, struct io_uring_sqe *sqe, const struct region *g)
+{
+    int index = region_index(uring_of(r), g);
+    if (index < 0)
+        return;
+    sqe->ioprio |= ZC_FIXED;
+    sqe->buf_index = (uint16_t)index;
+    r->stats.fixed_requests++;
+}
+
+static bool region_of_all(const struct iovec *iov, size_t n, struct region *found)
+{
+    if (!n || !region_find(iov->iov_base, iov->iov_len, found))
+        return false;
+    for (size_t i = 1; i < n; i++)
+        if (!region_holds(found, iov[i].iov_base, iov[i].iov_len))
+            return false;
+    return true;
+}
+
 /* Asked for by name: a refusal of before may have been of a limit that was raised since. */
 static int uring_region(struct azc_reactor *r, uint64_t id)
 {
@@ -684,12 +705,8 @@ static bool send_request(struct conn *c)
         io_uring_prep_sendmsg(sqe, c->pub.fd, &sq->msg, (unsigned)flags);
     if (g.zc)
         sqe->ioprio |= ZC_REPORT_USAGE;
-    int index = g.zc && g.region.id ? region_index(uring_of(r), &g.region) : -1;
-    if (index >= 0) {
-        sqe->ioprio |= ZC_FIXED;
-        sqe->buf_index = (uint16_t)index;
-        r->stats.fixed_requests++;
-    }
+    if (g.zc && g.region.id)
+        from_region(r, sqe, &g.region);
     set_ud(sqe, UD_REQ, q->slot.token);
     uring_of(r)->inflight++;
     return true;
@@ -729,6 +746,10 @@ static bool send_datagrams(struct conn *c)
             io_uring_prep_sendmsg_zc(sqe, c->pub.fd, m, (unsigned)flags);
         }
         sqe->ioprio |= ZC_REPORT_USAGE;
+        struct region region;
+        if (m->msg_iovlen <= r->cfg.fixed_parts && regions_any() &&
+            region_of_all(m->msg_iov, m->msg_iovlen, &region))
+            from_region(r, sqe, &region);
         set_ud(sqe, UD_REQ, q->slot.token);
         uring_of(r)->inflight++;
     }

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import mmap
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from support import (
     SMALL_SNDBUF,
     assert_stream,
     eventually,
+    in_thread,
     soon,
     stalled,
 )
@@ -256,6 +258,41 @@ def test_a_buffer_stays_taken_when_the_loop_is_closed_with_it_in_flight():
         print(free, len(data), set(data) == {65})
         """)
     assert lines == [f"0 {1 << 20} True"]
+
+
+@pytest.mark.parametrize("segment", [None, 1200])
+def test_datagrams_of_a_pool_go_registered(segment):
+    async def main():
+        loop = asyncio.get_running_loop()
+        receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        receiver.bind(("127.0.0.1", 0))
+        receiver.settimeout(10)
+        transport, _ = await loop.create_datagram_endpoint(
+            asyncio.DatagramProtocol, remote_addr=receiver.getsockname()
+        )
+        pool = aiozc.BufferPool(size=16 * KIB, count=2)
+        a, b = pool.acquire(), pool.acquire()
+        a[:] = b"a" * 16 * KIB
+        b[:] = b"b" * 16 * KIB
+        other = bytearray(b"o" * 100)
+        sends = [a[:4800], [a[:1200], b[:1200]], [a[:1200], other[:100]]]
+        for data in sends:
+            op = transport.zc_sendto(data, segment_size=segment)
+            whole = b"".join(data) if isinstance(data, list) else bytes(data)
+            got = b""
+            while len(got) < len(whole):
+                piece = await in_thread(lambda: receiver.recv(65536))
+                assert segment is None or len(piece) <= segment
+                got += piece
+            assert got == whole
+            await soon(op.released)
+        fixed = stats().fixed_requests
+        assert fixed == 2 if gathers_fixed() else fixed == 1
+        assert stats().zc_requests == 3
+        transport.close()
+        receiver.close()
+
+    run(main())
 
 
 def test_regions_and_other_memory_keep_their_order():
