@@ -10,6 +10,7 @@ def transport_base(bases: tuple[type, ...], /) -> Any: ...
 
 class Core:
     handle: Any
+    running: bool
     def __init__(
         self,
         reactor: int,

@@ -103,13 +103,16 @@ class EventLoop(asyncio.SelectorEventLoop):
         self._check_running()  # type: ignore[attr-defined]
         self._reactor.attach()
         self._reactor.woken = False  # in a forked child the byte may be the parent's
+        self._reactor.core.running = True
         try:
             super().run_forever()
         finally:
+            self._reactor.core.running = False
             self._reactor.detach()
 
     def _run_once(self) -> None:
-        """One turn, in asyncio's order: what was ready and descriptors, then the reactor's events, then timers.
+        """One turn, in asyncio's order: what was ready and descriptors, then the reactor's events, then timers;
+        within run_forever native turns until the loop is to stop.
 
         Native (fast/turn.c), but in debug mode, where callbacks are timed, and when the heap of timers is to
         be cleared. A native turn that only brings events runs them at once, and what their callbacks

@@ -197,6 +197,53 @@ def test_a_million_callbacks_leave_no_reference(backend):
     run(main(), backend=backend)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_call_of_run_once_is_one_turn(backend):
+    loop = aiozc.new_event_loop(backend=backend)
+    ran = []
+
+    def again():
+        ran.append(1)
+        loop.call_soon(again)
+
+    loop.call_soon(again)
+    loop._reactor.attach()
+    for n in range(1, 4):
+        loop._run_once()
+        assert len(ran) == n
+    loop._reactor.detach()
+    loop.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stop_ends_the_turn_in_which_it_is_called(backend):
+    loop = aiozc.new_event_loop(backend=backend)
+    ran = []
+    loop.call_soon(loop.stop)
+    loop.call_soon(ran.append, 1)
+    loop.call_soon(lambda: loop.call_soon(ran.append, 2))
+    loop.run_forever()
+    assert ran == [1]
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+    assert ran == [1, 2]
+    loop.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_debug_can_be_switched_while_it_runs(backend):
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.slow_callback_duration = 0.001
+        for debug in (True, False, True):
+            loop.set_debug(debug)
+            for _ in range(3):
+                await asyncio.sleep(0)
+        return loop.get_debug()
+
+    assert run(main(), backend=backend)
+
+
 # -- transports --
 
 

@@ -30,6 +30,7 @@ typedef struct {
     PyObject *plain_run; /* their _run; somebody may have put another in its place */
     Py_ssize_t at_callback, at_args, at_context, at_cancelled;
     int n, i; /* the batch, and what of it was handed out */
+    char running;
 } Core;
 
 static PyObject *slot_at(PyObject *o, Py_ssize_t offset)
@@ -338,6 +339,8 @@ static int run_handle(Core *self, PyObject *handle, int known)
 
 static int run_ready(Core *self, PyObject *ready, Py_ssize_t n)
 {
+    if (!n)
+        return 0;
     int known = PyDict_GetItemWithError(self->plain->tp_dict, n__run) == self->plain_run;
     if (!known && PyErr_Occurred())
         return -1;
@@ -500,49 +503,57 @@ static int turn(Core *self, PyObject *loop, PyObject *scheduled, PyObject *ready
     else if (PyList_GET_SIZE(scheduled) && until_next(self, loop, scheduled, &ns) < 0)
         return -1;
     int fired = wait_for(self, ns);
-    if (fired && after_wait(self, loop, ready, fired) < 0)
+    if (fired ? after_wait(self, loop, ready, fired) < 0 : PyErr_CheckSignals() < 0)
         return -1;
     if (PyList_GET_SIZE(scheduled) && ripe_timers(self, loop, scheduled, ready) < 0)
         return -1;
     return run_ready(self, ready, PyObject_Size(ready));
 }
 
-/* turn(loop, MIN_SCHEDULED) -> bool: False, and nothing was done, where asyncio's own _run_once has
- * to do it: in debug mode (callbacks are timed), after an exception left a batch half walked, and
- * when the heap of timers is to be cleared. */
+/* May this turn be native? 1: no, asyncio's own _run_once is to do it; -1: an exception. */
+static int not_ours(Core *self, PyObject *loop, PyObject *scheduled, PyObject *min_scheduled)
+{
+    int debug = attr_true(loop, n__debug); /* callbacks are timed */
+    if (debug)
+        return debug;
+    if (self->i < self->n) /* an exception left a batch half walked */
+        return 1;
+    if (!PyList_CheckExact(scheduled))
+        return 1;
+    Py_ssize_t n = PyList_GET_SIZE(scheduled);
+    if (n <= PyLong_AsLong(min_scheduled))
+        return 0;
+    PyObject *count = PyObject_GetAttr(loop, n__timer_cancelled_count);
+    long cancelled = count ? PyLong_AsLong(count) : -1;
+    Py_XDECREF(count);
+    return !count ? -1 : 2 * cancelled > n; /* the heap of timers is to be cleared */
+}
+
+/* turn(loop, MIN_SCHEDULED) -> bool: one turn, or within run_forever (`running`) turns until the
+ * loop is to stop. False: the next one is asyncio's own _run_once's. */
 static PyObject *core_turn(Core *self, PyObject *const *args, Py_ssize_t n_args)
 {
     if (n_args != 2)
         return PyErr_Format(PyExc_TypeError, "turn(loop, min_scheduled)");
     PyObject *loop = args[0];
-    int debug = attr_true(loop, n__debug), rc = -1;
-    if (debug < 0)
-        return NULL;
-    if (debug || self->i < self->n)
-        Py_RETURN_FALSE;
-    PyObject *scheduled = PyObject_GetAttr(loop, n__scheduled);
-    PyObject *ready = PyObject_GetAttr(loop, n__ready);
-    if (!scheduled || !ready || !PyList_CheckExact(scheduled))
-        goto out;
-    Py_ssize_t n = PyList_GET_SIZE(scheduled);
-    if (n > PyLong_AsLong(args[1])) {
-        PyObject *count = PyObject_GetAttr(loop, n__timer_cancelled_count);
-        long cancelled = count ? PyLong_AsLong(count) : 0;
-        Py_XDECREF(count);
-        if (!count)
-            goto out;
-        if (2 * cancelled > n) {
-            rc = 1;
-            goto out;
-        }
+    for (;;) {
+        PyObject *scheduled = PyObject_GetAttr(loop, n__scheduled);
+        PyObject *ready = PyObject_GetAttr(loop, n__ready);
+        int rc = scheduled && ready ? not_ours(self, loop, scheduled, args[1]) : -1;
+        if (!rc)
+            rc = turn(self, loop, scheduled, ready);
+        Py_XDECREF(scheduled);
+        Py_XDECREF(ready);
+        if (rc < 0)
+            return NULL;
+        if (rc)
+            Py_RETURN_FALSE;
+        if (!self->running)
+            Py_RETURN_TRUE;
+        int stopping = attr_true(loop, n__stopping);
+        if (stopping)
+            return stopping < 0 ? NULL : Py_NewRef(Py_True);
     }
-    rc = turn(self, loop, scheduled, ready);
-out:
-    Py_XDECREF(scheduled);
-    Py_XDECREF(ready);
-    if (rc < 0)
-        return NULL;
-    return PyBool_FromLong(rc == 0);
 }
 
 /* ---- the type ---- */
@@ -646,6 +657,8 @@ static PyMethodDef core_methods[] = {
 
 static PyMemberDef core_members[] = {
     {"handle", T_OBJECT, offsetof(Core, handle), 0, "asyncio's handle that runs dispatch()."},
+    {"running", T_BOOL, offsetof(Core, running), 0,
+     "run_forever runs: turn() goes on until it stops."},
     {NULL, 0, 0, 0, NULL},
 };
 
