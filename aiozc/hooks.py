@@ -11,8 +11,8 @@ against the running Python.
     StreamReader._buffer, ._maybe_resume_transport
                                                 read_into takes what is buffered first
     `context` of _start_serving and others      passed from 3.15 on
-    Handle._callback, ._args, ._context, ._cancelled, ._run; format_helpers._format_callback_source
-                                                fast/turn.c runs ready handles itself
+    Handle's slots, its _run; format_helpers._format_callback_source
+                                                fast/turn.c runs handles, fast/schedule.c makes them
 
 On the loop (loop.py overrides): _make_socket_transport, _make_ssl_transport, _make_datagram_transport,
 _start_serving, _stop_serving, _accept_connection2 (called), _sock_connect, _run_once, _process_events,

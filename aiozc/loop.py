@@ -17,7 +17,7 @@ from asyncio import events
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import bare, hooks
+from . import _fast, bare, hooks
 from .capabilities import choose
 from .pool import Region, register_buffer
 from .reactor import Reactor, ReactorSelector
@@ -44,7 +44,10 @@ class _Dispatch(events.Handle):
         self._callback()  # type: ignore[attr-defined]
 
 
-class EventLoop(asyncio.SelectorEventLoop):
+_fast.bind_handle(events.Handle, asyncio.BaseEventLoop.call_soon)
+
+
+class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[misc]
     """An asyncio event loop whose stream transports can send zero-copy. Keywords: see Settings."""
 
     if TYPE_CHECKING:  # asyncio's

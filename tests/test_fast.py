@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextvars
 import gc
 import heapq
 import mmap
@@ -195,6 +196,85 @@ def test_a_million_callbacks_leave_no_reference(backend):
         assert sys.getrefcount(token) == before
 
     run(main(), backend=backend)
+
+
+def test_a_handle_has_every_slot_that_asyncio_sets():
+    async def main():
+        loop = asyncio.get_running_loop()
+        ours = loop.call_soon(print, 1, 2)
+        theirs = events.Handle(print, (1, 2), loop)
+        ours.cancel()
+        for name in events.Handle.__slots__:
+            if name not in ("_context", "_cancelled", "_args", "_callback", "_repr", "__weakref__"):
+                assert getattr(ours, name) == getattr(theirs, name), name
+        again = loop.call_soon(print, 1, 2)
+        assert type(again) is events.Handle
+        assert (again._callback, again._args, again._cancelled) == (print, (1, 2), False)
+        assert again._repr is None and again._source_traceback is None
+        assert repr(again) == repr(theirs)
+        again.cancel()
+        assert again.cancelled()
+
+    run(main())
+
+
+def test_call_soon_takes_a_context_and_copies_the_current_one():
+    variable = contextvars.ContextVar("variable", default="default")
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        seen = []
+        given = contextvars.Context()
+        given.run(variable.set, "given")
+        variable.set("current")
+        loop.call_soon(lambda: seen.append(variable.get()), context=given)
+        loop.call_soon(lambda: seen.append(variable.get()), context=None)
+        loop.call_soon(lambda: (seen.append(variable.get()), variable.set("mine")))
+        variable.set("later")
+        await asyncio.sleep(0)
+        assert seen == ["given", "current", "current"]
+        assert variable.get() == "later"
+
+    run(main())
+
+
+def test_wrong_calls_of_call_soon_are_told_as_asyncio_tells_them():
+    ours, theirs = aiozc.new_event_loop(), asyncio.SelectorEventLoop()
+    try:
+        for args, kwargs in (
+            ((), {}),
+            ((print,), {"other": 1}),
+            ((print,), {"context": 1, "x": 2}),
+        ):
+            told = []
+            for loop in (ours, theirs):
+                with pytest.raises(TypeError) as info:
+                    loop.call_soon(*args, **kwargs)
+                told.append(str(info.value))
+            assert told[0] == told[1]
+        assert not ours._ready
+    finally:
+        ours.close()
+        theirs.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        ours.call_soon(print)
+
+
+def test_debug_mode_checks_the_callback_and_keeps_where_it_came_from():
+    loop = aiozc.new_event_loop()
+    loop.set_debug(True)
+
+    async def coroutine():
+        """Never run."""
+
+    with pytest.raises(TypeError, match="coroutines"):
+        loop.call_soon(coroutine)
+    with pytest.raises(TypeError, match="callable"):
+        loop.call_soon(1)
+    handle = loop.call_soon(print)
+    assert handle._source_traceback[-1].name.startswith("test_debug_mode")
+    handle.cancel()
+    loop.close()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -4,8 +4,8 @@
  * function table azc_api, and does in C what Python would do for every event, write and callback.
  * It has no policy: whatever is not the common case is a call of the Python method that knows.
  * Files: module.c (names, errors), transport.c (base type of the transports, write), turn.c (one
- * turn of the loop, the walk over its events), operation.c (what an operation knows), parts.c
- * (buffers locked for it).
+ * turn of the loop, the walk over its events), schedule.c (call_soon), operation.c (what an
+ * operation knows), parts.c (buffers locked for it).
  *
  * Never: keeps a borrowed reference over a call into Python; lets an exception pass but SystemExit
  * and KeyboardInterrupt (turn.c reports the others as asyncio does).
@@ -25,6 +25,8 @@ extern const azc_api *api; /* the reactor's functions; set once by bind() */
 /* Interned names of attributes and methods. */
 #define NAMES(X)                                                                                   \
     X(_debug)                                                                                      \
+    X(_closed)                                                                                     \
+    X(context)                                                                                     \
     X(_stopping)                                                                                   \
     X(_scheduled)                                                                                  \
     X(_ready)                                                                                      \
@@ -101,7 +103,16 @@ azc_op *parts_queue(PyObject *parts, azc_conn *conn);
 
 extern PyObject *frozen_type; /* buffers.Frozen */
 extern PyObject *refuse;      /* buffers.refuse(obj, exc): raises what tells the remedy */
-extern PyType_Spec core_spec, parts_spec;
+extern PyType_Spec core_spec, parts_spec, scheduler_spec;
+
+/* Is the attribute true? -1: an exception. */
+int attr_true(PyObject *o, PyObject *name);
+
+/* ---- schedule.c ---- */
+
+int slot_offset(PyTypeObject *type, const char *name, Py_ssize_t *offset);
+PyObject *bind_handle(PyObject *module, PyObject *args);
+
 extern PyTypeObject *core_type, *parts_type;
 
 #endif

@@ -73,6 +73,8 @@ static PyMethodDef functions[] = {
     {"bind", bind, METH_VARARGS,
      "The address of azc_api, buffers.Frozen, buffers.refuse, aiozc.Operation. Called once, at "
      "import."},
+    {"bind_handle", bind_handle, METH_VARARGS,
+     "asyncio's Handle and BaseEventLoop.call_soon. Called once, at import."},
     {"transport_base", transport_base, METH_O,
      "A class with the given bases and the native fields of a transport."},
     {NULL, NULL, 0, NULL},
@@ -105,7 +107,9 @@ PyMODINIT_FUNC PyInit__fast(void)
     core_type = (PyTypeObject *)PyType_FromSpec(&core_spec);
     parts_type = (PyTypeObject *)PyType_FromSpec(&parts_spec);
     operation_base = (PyTypeObject *)PyType_FromSpec(&operation_spec);
-    if (!core_type || !parts_type || !operation_base ||
+    PyObject *scheduler = PyType_FromSpec(&scheduler_spec);
+    if (!core_type || !parts_type || !operation_base || !scheduler ||
+        PyModule_AddType(module, (PyTypeObject *)scheduler) < 0 ||
         PyModule_AddType(module, operation_base) < 0 || PyModule_AddType(module, core_type) < 0 ||
         PyModule_AddType(module, parts_type) < 0) {
         Py_DECREF(module);

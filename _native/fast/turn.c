@@ -9,7 +9,6 @@
  */
 #include "fast.h"
 
-#include <descrobject.h>
 #include <errno.h>
 #include <math.h>
 #include <structmember.h>
@@ -356,7 +355,7 @@ static int run_ready(Core *self, PyObject *ready, Py_ssize_t n)
 
 /* ---- timers ---- */
 
-static int attr_true(PyObject *o, PyObject *name)
+int attr_true(PyObject *o, PyObject *name)
 {
     PyObject *v = PyObject_GetAttr(o, name);
     int is = v == Py_True ? 1 : v == Py_False ? 0 : v ? PyObject_IsTrue(v) : -1;
@@ -557,18 +556,6 @@ static PyObject *core_turn(Core *self, PyObject *const *args, Py_ssize_t n_args)
 }
 
 /* ---- the type ---- */
-
-static int slot_offset(PyTypeObject *type, const char *name, Py_ssize_t *offset)
-{
-    PyObject *d = PyObject_GetAttrString((PyObject *)type, name);
-    int is = d && Py_IS_TYPE(d, &PyMemberDescr_Type);
-    if (is)
-        *offset = ((PyMemberDescrObject *)d)->d_member->offset;
-    else if (d)
-        PyErr_Format(PyExc_TypeError, "%s.%s is not a slot", type->tp_name, name);
-    Py_XDECREF(d);
-    return is ? 0 : -1;
-}
 
 static int core_init(Core *self, PyObject *args, PyObject *kwargs)
 {
