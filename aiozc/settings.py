@@ -31,7 +31,8 @@ class Settings:
         was seen not to copy, or to find out. "off": only zc_* calls do. "always": whatever the path.
     zc_transport_cap, zc_loop_cap: bytes that one transport, or the loop, may have pinned. Over a
         cap sends go by copying; nobody waits. None: a share of what may be locked (RLIMIT_MEMLOCK).
-    zc_low_water: `zc_drain` waits until pinned and unsent bytes together are at most this.
+    zc_low_water: `zc_drain` waits until pinned and unsent bytes together are at most this. It bounds what a
+        transport pins, and its rate: about so much a round trip.
     zc_eor_bytes: a connection's consecutive zero-copy requests share one packet buffer of the kernel,
         which makes small ones cheap; the memory of all of them is released together, when the last
         one's bytes are acknowledged. After so many bytes the next request begins a new one. Larger:
@@ -57,7 +58,7 @@ class Settings:
     zc_write: str = "auto"
     zc_transport_cap: int | None = None
     zc_loop_cap: int | None = None
-    zc_low_water: int = 256 * 1024
+    zc_low_water: int = 1024 * 1024
     zc_eor_bytes: int = 64 * 1024
     zc_close_timeout: float = 1.0
     zc_linger: float = 60.0

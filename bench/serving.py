@@ -1,0 +1,148 @@
+"""What serving data from memory costs, loop beside loop, on a path that does not copy: CPU seconds a GB.
+
+    python bench/serving.py --rounds 5 --json serving.json --markdown serving.md
+
+Unmodified asyncio code (`writer.write(data)`, `await writer.drain()`; `loop.sendfile`) on each loop, and
+aiozc's own calls beside it, into a sink in network namespaces that acknowledges and discards (sink/; needs
+root, and says what is missing). One process a run (serving_child.py), pinned to the first core; what the
+sink costs is the other core's. Rounds are interleaved, medians shown. A run counts only if the peer
+acknowledged every byte.
+
+Owns: which ways there are, and the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from harness import front
+from harness.about import about
+from harness.lock import only_benchmark
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from sink.sink import SinkError, sink
+
+CHILD = Path(__file__).with_name("serving_child.py")
+SIZES = (4096, 65536, 262144, 1048576)
+BASELINE = "uvloop write"
+# What is done, by whom. "fan": 256 KiB to each of 100 connections.
+WAYS = {
+    "uvloop write": SIZES,
+    "asyncio write": SIZES,
+    "aiozc write": SIZES,
+    "aiozc pool": SIZES,
+    "asyncio sendfile": (1048576,),
+    "uvloop fan": (262144,),
+    "aiozc fan": (262144,),
+    "aiozc broadcast": (262144,),
+    "aiozc broadcast-pool": (262144,),
+}
+
+
+def measure(way: str, size: int, seconds: float, given: dict[str, Any]) -> dict[str, float]:
+    core = min(os.sched_getaffinity(0))
+    command = ["ip", "netns", "exec", given["namespace"], sys.executable, str(CHILD)]
+    command += [
+        *way.split(),
+        str(size),
+        str(seconds),
+        str(core),
+        given["tcp"]["4"],
+        str(given["port"]),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60 + 4 * seconds)
+    if done.returncode:
+        raise SystemExit(f"serving.py: {way} {size} failed:\n{done.stderr}")
+    figures: dict[str, float] = json.loads(done.stdout)
+    return figures
+
+
+def baseline(way: str) -> str:
+    return "uvloop fan" if "fan" in way or "broadcast" in way else BASELINE
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    found = Table(title="CPU seconds a GB into a path that does not copy")
+    for heading in ("size", "way", "GB/s", "CPU s/GB", "/uvloop", "user", "system", "rounds"):
+        found.add_column(heading, justify="left" if heading == "way" else "right")
+    for row in rows:
+        found.add_row(
+            f"{row['size']:,}",
+            row["way"],
+            f"{row['gb_per_s']:.2f}",
+            f"{row['cpu_s_per_gb']:.4f}",
+            f"{row['ratio']:.2f}" if row["ratio"] else "-",
+            f"{row['user']:.4f}",
+            f"{row['system']:.4f}",
+            " ".join(f"{value:.3f}" for value in row["cpu_rounds"]),
+        )
+    return found
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| bytes a write | way | GB/s | CPU s/GB | /uvloop | user | system |",
+        "|--:|---|--:|--:|--:|--:|--:|",
+    ]
+    lines += [
+        f"| {row['size']:,} | {row['way']} | {row['gb_per_s']:.2f} | {row['cpu_s_per_gb']:.4f} | "
+        f"{row['ratio']:.2f} | {row['user']:.4f} | {row['system']:.4f} |"
+        for row in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=front.positive, default=5)
+    parser.add_argument("--seconds", type=front.positive_float, default=1.0)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
+    parser.add_argument("--sizes", nargs="+", type=int, choices=SIZES, default=list(SIZES))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rounds to FILE")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to FILE")
+    args = parser.parse_args()
+    todo = [(way, size) for size in args.sizes for way in args.ways if size in WAYS[way]]
+    seen: dict[tuple[str, int], list[dict[str, float]]] = {case: [] for case in todo}
+    others = sorted(os.sched_getaffinity(0))[1:2]
+    try:
+        with only_benchmark(), sink(others[0] if others else None) as given, Progress() as show:
+            task = show.add_task("serving", total=len(todo) * args.rounds)
+            for _ in range(args.rounds):
+                for case in todo:
+                    seen[case].append(measure(*case, args.seconds, given))
+                    show.advance(task)
+    except SinkError as error:
+        print(f"serving.py: {error}", file=sys.stderr)
+        return 1
+    rows = []
+    for way, size in todo:
+        rounds = seen[way, size]
+        middle = {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
+        base = [r["cpu_s_per_gb"] for r in seen.get((baseline(way), size), [])]
+        ratio = middle["cpu_s_per_gb"] / statistics.median(base) if base else 0.0
+        cpu = [r["cpu_s_per_gb"] for r in rounds]
+        rows.append({"way": way, "size": size, **middle, "ratio": ratio, "cpu_rounds": cpu})
+    Console(width=150 if not sys.stdout.isatty() else None).print(table(rows))
+    if args.markdown:
+        args.markdown.write_text(markdown(rows))
+    if args.json:
+        described = about("serving", sys.executable, args.seconds, 0.2, args.rounds)
+        args.json.write_text(
+            json.dumps({**dataclasses.asdict(described), "rows": rows}, indent=1) + "\n"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
