@@ -22,8 +22,10 @@
 #define COPY_MAX 16384u
 /* A slow reader's backlog is not copied any further: references cost it less memory. */
 #define COPY_BACKLOG (256u << 10)
-/* Plain bytes queued in one turn are sent at once from here on, as uvloop does at high water. */
+/* Plain bytes queued in one turn are sent at once from the high-water mark on, within these bounds:
+ * one system call for many writes, and a writer is not paused while the socket has room. */
 #define SEND_NOW (64u << 10)
+#define SEND_NOW_MAX (1u << 20)
 /* asyncio's limits of a write buffer, where nobody set others. */
 #define HIGH_WATER (64u << 10)
 #define LOW_WATER (16u << 10)

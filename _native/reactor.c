@@ -622,6 +622,11 @@ static bool auto_zc(struct conn *c, size_t n)
     return !is_local(c);
 }
 
+static uint64_t send_at(const azc_conn *pub)
+{
+    return pub->high < SEND_NOW ? SEND_NOW : pub->high > SEND_NOW_MAX ? SEND_NOW_MAX : pub->high;
+}
+
 static int look(struct conn *c)
 {
     return c->pub.ref_token || c->pub.unsent > c->pub.high || c->pub.error;
@@ -660,7 +665,7 @@ int azc_write(azc_conn *pub, const char *p, size_t n, int by_reference)
     } else if (n) {
         if (sendq_copy(c, p, n) < 0)
             return -ENOMEM;
-        if (small && pub->unsent >= SEND_NOW && !c->q.auto_parts)
+        if (small && pub->unsent >= send_at(pub) && !c->q.auto_parts)
             send_now(c, NULL, 0);
     }
     if (c->q.count)
