@@ -264,8 +264,15 @@ static void reap_orphans(struct azc_reactor *r)
     }
 }
 
-/* The run ends; if another thread has the next one, it must learn when datagrams are free. The
- * registered descriptor would keep the ring alive as long as this thread. */
+/* A registered descriptor is a number in this thread's table: liburing, closing the ring in another
+ * thread, would take that thread's own away. It also keeps the ring until this thread ends. */
+static void unregister_fd(struct uring *u)
+{
+    if (u->quick && io_uring_unregister_ring_fd(&u->ring) == 1)
+        u->quick = false;
+}
+
+/* The run ends; if another thread has the next one, it must learn when datagrams are free. */
 static void dig_grave(struct azc_reactor *r)
 {
     struct uring *u = uring_of(r);
@@ -279,8 +286,6 @@ static void dig_grave(struct azc_reactor *r)
     }
     if (!needed)
         return;
-    if (u->quick && io_uring_unregister_ring_fd(&u->ring) == 1)
-        u->quick = false;
     if (u->grave >= 0 || pipe2(ends, O_CLOEXEC | O_NONBLOCK) < 0)
         return; /* without one they are kept until the loop is closed, and then for good */
     if (io_uring_register_files(&u->ring, &ends[1], 1) == 0)
@@ -919,6 +924,7 @@ static int uring_detach(struct azc_reactor *r)
     }
     enter_now(r);
     harvest(r);
+    unregister_fd(u);
     dig_grave(r);
     return u->inflight ? -EBUSY : 0;
 }
@@ -974,6 +980,8 @@ static int uring_drain(struct azc_reactor *r, int64_t timeout_ns)
         if (!left)
             break;
     }
+    if (!mine)
+        unregister_fd(u);
     return 0;
 }
 

@@ -387,7 +387,8 @@ def test_bad_arguments_are_refused_by_name(
     with pytest.raises(SystemExit) as caught:
         main(["bench", *args])
     assert caught.value.code == 2
-    assert complaint in capsys.readouterr().err
+    # Python 3.14 quotes what is no string, too.
+    assert complaint.replace("'", "") in capsys.readouterr().err.replace("'", "")
 
 
 def refused(capsys: pytest.CaptureFixture[str], code: int, *args: str) -> str:

@@ -47,6 +47,8 @@ from order_support import (
     receive_now,
 )
 
+import aiozc
+
 TESTS = str(Path(__file__).parent)
 
 
@@ -487,6 +489,72 @@ def test_two_loops_in_two_threads_serve_at_once(loop_factory):
     for thread in threads:
         thread.join(60)
     assert outcomes == {0: 0, 1: 1}
+
+
+def test_closing_a_loop_that_ran_in_another_thread_leaves_this_threads_loop_alone(loop_factory):
+    # Fails when: a ring goes with its descriptor registered, by a number that is another's here.
+    # That needs a liburing newer than 2.3, which unregisters by number.
+    other = loop_factory()
+
+    async def main():
+        _, writer, peer = await open_stream()
+        await asyncio.to_thread(in_thread, other.run_until_complete, asyncio.sleep(0.01))
+        other.close()
+        writer.write(b"still here")
+        assert await receive(peer, 10) == b"still here"
+        await limited(asyncio.sleep(0.01))
+        writer.close()
+        peer.close()
+
+    with closing(loop_factory()) as loop:
+        loop.run_until_complete(main())
+
+
+def pinned_kilobytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmPin:")[2].split()[0])
+
+
+def test_a_ring_does_not_outlive_its_loop_with_the_thread_that_ran_it(forced_loop_factory):
+    # Fails when: the ring's descriptor stays registered in the thread, and all that the ring holds.
+    before = pinned_kilobytes()
+    pool = aiozc.BufferPool(size=1 << 20, count=1)
+
+    async def main():
+        _, writer, peer = await open_stream()
+        sent = writer.zc_submit(pool.acquire())
+        assert len(await receive(peer, 1 << 20)) == 1 << 20
+        await limited(sent.released)
+        writer.close()
+        peer.close()
+        return pinned_kilobytes()
+
+    loop = forced_loop_factory()
+    ran, leave = threading.Event(), threading.Event()
+    during = []
+
+    def run_and_stay():
+        try:
+            during.append(loop.run_until_complete(main()))
+        finally:
+            ran.set()
+        leave.wait(TIMEOUT)
+
+    thread = threading.Thread(target=run_and_stay, daemon=True)
+    thread.start()
+    try:
+        assert ran.wait(TIMEOUT)
+        loop.close()
+        deadline = time.monotonic() + TIMEOUT / 2
+        while pinned_kilobytes() > before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert thread.is_alive()
+        assert during
+        assert pinned_kilobytes() <= before, during
+    finally:
+        leave.set()
+        thread.join(TIMEOUT)
+        pool.close()
 
 
 def test_two_loops_in_two_threads_talk_to_each_other(loop_factory):
