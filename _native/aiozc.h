@@ -226,6 +226,7 @@ int azc_liburing_runtime(void);
 /* A reactor: made anywhere, attached by the thread that runs, detached when a run ends. */
 azc_reactor *azc_open(const azc_config *cfg, int *err);
 int azc_attach(azc_reactor *r);
+int azc_fall_back(azc_reactor *r);
 int azc_wait(azc_reactor *r, int64_t timeout_ns);
 int azc_detach(azc_reactor *r);
 int azc_drain(azc_reactor *r, int64_t timeout_ns);

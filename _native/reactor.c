@@ -283,6 +283,23 @@ int azc_attach(azc_reactor *r)
     return 0;
 }
 
+/* After azc_attach failed: there is no ring to be had, so go on as if AZC_EPOLL had been asked for.
+ * -EBUSY: the kernel may still read memory for an earlier ring, which only uring.c can follow. */
+int azc_fall_back(azc_reactor *r)
+{
+    if (r->be_data || r->reqs.live)
+        return -EBUSY;
+    r->be = &epoll_backend;
+    r->cfg.backend = AZC_EPOLL;
+    r->cfg.zerocopy = 0;
+    for (uint32_t i = 0; i < table_slots(&r->conns); i++) {
+        struct conn *c = table_at(&r->conns, i);
+        if (c)
+            c->pub.zc_ok = 0;
+    }
+    return 0;
+}
+
 /* One turn: ended by an event, the timeout (< 0: none) or a signal. The answer: AZC_FIRED_* and the
  * number of events; -EINTR for a signal; another -errno for a backend that is beyond repair. */
 int azc_wait(azc_reactor *r, int64_t timeout_ns)

@@ -63,6 +63,11 @@
 
 #define RING_REGIONS 256 /* that one ring registers */
 #define ORPHAN_POLL_NS 10000000
+/* The smallest rings that are tried, three pages in all, as the probe's are; and how long. */
+#define SQ_MIN 8
+#define CQ_MIN 64
+#define NAPS 10
+#define NAP_NS 10000000
 /* Receive buffers that the kernel has at least; the number doubles when they do not suffice, and is
  * looked at after so many harvests. */
 #define GIVEN_MIN 8
@@ -107,7 +112,7 @@ static struct __kernel_timespec timespec_of(int64_t ns)
 
 /* ---- set-up ---- */
 
-static int ring_init(struct azc_reactor *r, struct uring *u)
+static int ring_init(struct uring *u, uint32_t sq_entries, uint32_t cq_entries)
 {
     static const unsigned flags[] = {
         IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_TASKRUN_FLAG |
@@ -119,8 +124,8 @@ static int ring_init(struct azc_reactor *r, struct uring *u)
     int rc = -EINVAL;
     for (size_t i = 0; i < sizeof flags / sizeof *flags && rc == -EINVAL; i++) {
         struct io_uring_params p = {.flags = flags[i] | IORING_SETUP_CQSIZE | IORING_SETUP_CLAMP,
-                                    .cq_entries = r->cfg.cq_entries};
-        rc = io_uring_queue_init_params(r->cfg.sq_entries, &u->ring, &p);
+                                    .cq_entries = cq_entries};
+        rc = io_uring_queue_init_params(sq_entries, &u->ring, &p);
     }
     return rc;
 }
@@ -141,6 +146,41 @@ static int buf_ring_init(struct azc_reactor *r, struct uring *u)
     collect_spare(r);
     u->wanted = GIVEN_MIN;
     return 0;
+}
+
+static int rings_init(struct azc_reactor *r, struct uring *u, uint32_t sq, uint32_t cq)
+{
+    int rc = ring_init(u, sq, cq);
+    if (rc < 0)
+        return rc;
+    rc = buf_ring_init(r, u);
+    if (rc < 0)
+        io_uring_queue_exit(&u->ring);
+    return rc;
+}
+
+/* Without CAP_IPC_LOCK kernels before 5.12 and from 6.14 on charge a ring to RLIMIT_MEMLOCK, of the
+ * user, some 200 KiB with our default sizes; many systems allow 64 KiB. So where it does not fit it
+ * is made smaller: queues that are full are handled anyway. What a closed ring, or one that could
+ * not be made, was charged comes back after an RCU grace period, so the last size is tried for a
+ * while. */
+static int rings_that_fit(struct azc_reactor *r, struct uring *u)
+{
+    uint32_t sq = r->cfg.sq_entries, cq = r->cfg.cq_entries;
+    int naps = 0;
+    for (;;) {
+        int rc = rings_init(r, u, sq, cq);
+        if (rc != -ENOMEM)
+            return rc;
+        if (sq > SQ_MIN || cq > CQ_MIN) {
+            sq = sq / 8 > SQ_MIN ? sq / 8 : sq < SQ_MIN ? sq : SQ_MIN;
+            cq = cq / 8 > CQ_MIN ? cq / 8 : cq < CQ_MIN ? cq : CQ_MIN;
+        } else if (naps++ < NAPS) {
+            nanosleep(&(struct timespec){.tv_nsec = NAP_NS}, NULL);
+        } else {
+            return rc;
+        }
+    }
 }
 
 /* The kernel takes buffers in the order in which it was given them. So it is given no more than are
@@ -305,7 +345,7 @@ static int uring_attach(struct azc_reactor *r)
     if (!u)
         return -ENOMEM;
     u->grave = -1;
-    int rc = ring_init(r, u);
+    int rc = rings_that_fit(r, u);
     if (rc < 0) {
         free(u);
         return rc;
@@ -313,12 +353,6 @@ static int uring_attach(struct azc_reactor *r)
     u->tid = gettid();
     (void)io_uring_ring_dontfork(&u->ring); /* a child that entered it would get -EEXIST */
     u->quick = io_uring_register_ring_fd(&u->ring) == 1; /* saves a look-up an enter; optional */
-    rc = buf_ring_init(r, u);
-    if (rc < 0) {
-        io_uring_queue_exit(&u->ring);
-        free(u);
-        return rc;
-    }
     r->be_data = u;
     u->orphans = count_orphans(r);
     return 0;
