@@ -372,6 +372,16 @@ int azc_close(azc_reactor *r)
     return 0;
 }
 
+int azc_wake_fd(azc_reactor *r)
+{
+    return r->be_data ? r->be->wake_fd(r) : -ENOTCONN;
+}
+
+int azc_more(azc_reactor *r)
+{
+    return r->dirty != NULL || anything(r);
+}
+
 azc_event *azc_events(azc_reactor *r)
 {
     return r->out;
@@ -471,6 +481,13 @@ void azc_conn_flush(azc_conn *pub)
         dgramq_flush(c);
     else if (c->q.count)
         send_now(c, NULL, 0);
+}
+
+void azc_conn_hold(azc_conn *pub, int on)
+{
+    struct conn *c = conn_of(pub);
+    c->held = on != 0;
+    mark_dirty(c);
 }
 
 /* At once: nothing of this descriptor is with the kernel afterwards but notifications. */
@@ -574,7 +591,7 @@ static size_t send_now(struct conn *c, const char *extra, size_t n)
 {
     struct sendq *q = &c->q;
     struct gathered g = {0};
-    if (c->rq || c->want_out || q->zc_parts || c->pub.error || c->closed)
+    if (c->rq || c->want_out || c->held || q->zc_parts || c->pub.error || c->closed)
         return 0;
     if (q->count && (sendq_gather(c, &g) < 0 || g.bytes < c->pub.unsent))
         return 0; /* more than one request's worth: leave it to the backend, in order */

@@ -44,6 +44,7 @@
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -94,6 +95,7 @@ struct uring {
     bool no_send;
     bool quick; /* the thread has the ring's descriptor registered */
     int grave;  /* -1: none */
+    int evfd;   /* for another loop's epoll, likewise */
     /* Receive buffers that the kernel has; how many it should have, and the most that one harvest
      * took since that was looked at. */
     uint32_t given, wanted, peak, harvests;
@@ -226,6 +228,8 @@ static void uring_destroy(struct azc_reactor *r)
     }
     if (u->grave >= 0)
         close(u->grave);
+    if (u->evfd >= 0)
+        close(u->evfd);
     free(u);
     r->be_data = NULL;
 }
@@ -254,6 +258,11 @@ static void retire(struct azc_reactor *r)
         q->grave = g;
         if (g)
             g->orphans++;
+    }
+    for (uint32_t i = 0; i < table_slots(&r->conns); i++) {
+        struct conn *c = table_at(&r->conns, i);
+        if (c) /* a loop that is not ours ends no run: such a poll ends with its ring */
+            c->out_armed = false;
     }
     if (g && !g->orphans) {
         close(g->fd);
@@ -344,7 +353,7 @@ static int uring_attach(struct azc_reactor *r)
     u = calloc(1, sizeof *u);
     if (!u)
         return -ENOMEM;
-    u->grave = -1;
+    u->grave = u->evfd = -1;
     int rc = rings_that_fit(r, u);
     if (rc < 0) {
         free(u);
@@ -990,6 +999,24 @@ static int uring_drain(struct azc_reactor *r, int64_t timeout_ns)
     return 0;
 }
 
+/* The descriptor of a ring with DEFER_TASKRUN does not wake an epoll: its completions are only made
+ * by entering it. The eventfd is signalled when work for that is there. */
+static int uring_wake_fd(struct azc_reactor *r)
+{
+    struct uring *u = uring_of(r);
+    if (u->evfd >= 0)
+        return u->evfd;
+    int fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (fd < 0)
+        return -errno;
+    int rc = io_uring_register_eventfd(&u->ring, fd);
+    if (rc < 0) {
+        close(fd);
+        return rc;
+    }
+    return u->evfd = fd;
+}
+
 const struct backend uring_backend = {
     .attach = uring_attach,
     .wait = uring_wait,
@@ -998,5 +1025,6 @@ const struct backend uring_backend = {
     .drain = uring_drain,
     .send_now = uring_send_now,
     .region = uring_region,
+    .wake_fd = uring_wake_fd,
     .destroy = uring_destroy,
 };

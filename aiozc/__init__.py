@@ -19,6 +19,7 @@ except ImportError as _error:
     raise _explain(_error) from _error
 
 from ._version import __version__
+from .attach import zc_attach, zc_send, zc_submit
 from .broadcast import BroadcastResult, broadcast
 from .buffers import Frozen, frozen
 from .capabilities import Capabilities, capabilities
@@ -61,4 +62,7 @@ __all__ = [
     "read_into",
     "run",
     "start_server",
+    "zc_attach",
+    "zc_send",
+    "zc_submit",
 ]
