@@ -137,14 +137,9 @@ class StandIn(asyncio.Transport):
 
     @property
     def _sendfile_compatible(self) -> Any:
-        """loop.sendfile would send from the socket itself: by write() while there is a queue."""
-        if self._stream() is not None:
-            return constants._SendfileMode.FALLBACK
-        return getattr(
-            self._real,
-            "_sendfile_compatible",
-            constants._SendfileMode.UNSUPPORTED,
-        )
+        """loop.sendfile sends from the socket itself, past any queue: it says RuntimeError while there is one."""
+        no = constants._SendfileMode.UNSUPPORTED
+        return no if self._stream() else getattr(self._real, "_sendfile_compatible", no)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)

@@ -9,11 +9,13 @@ import asyncio
 import contextlib
 import gc
 import os
+import random
 import socket
 import threading
 import time
 import warnings
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,6 +164,71 @@ def test_sends_one_after_the_other_with_writes_between(go: Runner) -> None:
     go(main())
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_any_mix_arrives_in_order(go: Runner, seed: int) -> None:
+    """Random writes, operations, withdrawals, drains and pauses, to a reader of random pace."""
+    dice = random.Random(seed)
+
+    async def main() -> None:
+        async with stalled(sndbuf=SMALL_SNDBUF) as (peer, writer):
+            pieces: list[bytes] = []  # what must arrive; b"": withdrawn
+            reading = asyncio.ensure_future(
+                in_thread(lambda: peer.read_all(pace=0.0005, step=1 << dice.randint(13, 17)))
+            )
+            ops = []
+            for number in range(120):
+                nbytes = dice.choice([1, 700, 5000, 20_000, 70_000, 200_000])
+                piece = number.to_bytes(2, "big") * (nbytes // 2 + 1)
+                match dice.randrange(8):
+                    case 0 | 1 | 2:
+                        writer.write(piece if dice.random() < 0.5 else bytearray(piece))
+                    case 3:
+                        writer.writelines([piece[:1], piece[1:]])
+                    case 4 | 5:
+                        ops.append((aiozc.zc_submit(writer, bytearray(piece)), len(pieces)))
+                    case 6:
+                        ops.append((aiozc.zc_submit(writer, [piece[:3], piece[3:]]), len(pieces)))
+                        if dice.random() < 0.5 and ops[-1][0].withdraw():
+                            piece = b""
+                    case _:
+                        piece = b""
+                        await (writer.drain() if dice.random() < 0.5 else asyncio.sleep(0.002))
+                pieces.append(piece)
+            if dice.random() < 0.5:
+                writer.write_eof()
+            else:
+                writer.close()
+            assert await reading == b"".join(pieces)
+            for op, at in ops:
+                assert (await soon(op)).nbytes == (op.nbytes if pieces[at] else 0)
+
+    go(main())
+
+
+def test_sendfile_does_not_overtake(go: Runner, factory: Any, tmp_path: Path) -> None:
+    if factory is _uvloop:
+        pytest.skip("uvloop has no loop.sendfile")
+    path = tmp_path / "file"
+    path.write_bytes(filled(3, 300 * KIB))
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        async with stalled(sndbuf=SMALL_SNDBUF) as (peer, writer):
+            op = aiozc.zc_submit(writer, filled(1, MIB))
+            stand_in = writer.transport
+            with path.open("rb") as file, pytest.raises(RuntimeError, match="sendfile"):
+                await loop.sendfile(stand_in, file)
+            reading = asyncio.ensure_future(peer.take(MIB + 300 * KIB))
+            await soon(op.sent)
+            await eventually(lambda: writer.transport is not stand_in)
+            with path.open("rb") as file:
+                await soon(loop.sendfile(writer.transport, file))
+            assert_stream(await reading, [(1, MIB), (3, 300 * KIB)])
+            await soon(op)
+
+    go(main())
+
+
 def test_many_writers(go: Runner) -> None:
     async def main() -> None:
         done = []
@@ -210,6 +277,7 @@ def test_sent_and_released_are_apart(go: Runner, backend: str) -> None:
             await asyncio.sleep(PAUSE)
             if backend == "uring":
                 assert not op.released.done()
+                assert attachment().reactor.zc_stats().zc_requests > 0
                 with pytest.raises(BufferError):
                     data.append(1)
             writer.write(bytes([8]) * 100)
@@ -631,6 +699,42 @@ def test_runs_in_several_threads(factory: Any, backend: str) -> None:
     loop.run_until_complete(exchange())
     loop.close()
     assert not failures
+
+
+def test_another_thread_goes_on_with_pinned_memory_and_a_full_queue(
+    factory: Any, backend: str
+) -> None:
+    loop = factory()
+    with StalledReader() as peer:
+        sock = peer.connect(sndbuf=MIB)
+
+        async def begin() -> tuple[Any, Any]:
+            aiozc.zc_attach(backend=backend, adaptive=False, zc_threshold=0)
+            _, writer = await asyncio.open_connection(sock=sock)
+            op = aiozc.zc_submit(writer, filled(1, 8 * MIB))
+            writer.write(filled(2, 100))
+            await asyncio.sleep(PAUSE)
+            assert 0 < op.bytes_sent < 8 * MIB
+            return op, writer
+
+        op, writer = loop.run_until_complete(begin())
+        box = []
+
+        async def finish() -> None:
+            again = aiozc.zc_submit(writer, filled(3, MIB))
+            box.append(await peer.take(9 * MIB + 100))
+            await soon(op)
+            await soon(again)
+            await eventually(lambda: not attachment().streams)
+            writer.close()
+            await writer.wait_closed()
+
+        thread = threading.Thread(target=lambda: loop.run_until_complete(finish()))
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+        loop.close()
+        assert_stream(box[0], [(1, 8 * MIB), (2, 100), (3, MIB)])
 
 
 def test_writing_to_the_transport_itself_is_noticed(factory: Any, backend: str) -> None:
