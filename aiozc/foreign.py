@@ -24,7 +24,8 @@ from .standin import StandIn, StartTls, closing
 if TYPE_CHECKING:
     from .attach import Attachment
 
-_STUCK = 0.005  # seconds until a transport that made no progress is looked at again
+# A transport that made no progress in so many looks is looked at again after so many seconds.
+_LOOKS, _STUCK = 8, 0.005
 
 
 class Stream:
@@ -48,7 +49,7 @@ class Stream:
         )
         self.queueing = False
         self._held = False
-        self._held_size = 0
+        self._held_size = self._idle_looks = 0
         self._eof = self._closing = self._warned = False
         self._ops = 0
         self._writers: list[Any] = []
@@ -174,6 +175,7 @@ class Stream:
         """Its own buffer goes first: whenever the socket is writable the loop sends from it."""
         if self._held and self._conn is not None:
             self._held_size = self._real.get_write_buffer_size()
+            self._idle_looks = 0
             self._at.loop.add_writer(self._fd, self._look_at_buffer)
 
     def _look_at_buffer(self) -> None:
@@ -185,12 +187,15 @@ class Stream:
             self._release_flush()
             self._pause()
             self._at.soon()
-        elif size >= self._held_size:
+        elif size < self._held_size:
+            self._held_size = size
+            self._idle_looks = 0
+        elif (looks := self._idle_looks + 1) < _LOOKS:
+            self._idle_looks = looks
+        else:
             # Not a byte went although the socket has room: no spinning on that.
             self._at.loop.remove_writer(self._fd)
             self._at.loop.call_later(_STUCK, self._await_flush)
-        else:
-            self._held_size = size
 
     def _release_flush(self) -> None:
         if self._held:

@@ -137,7 +137,7 @@ class StandIn(asyncio.Transport):
 
     @property
     def _sendfile_compatible(self) -> Any:
-        """loop.sendfile sends from the socket itself, past any queue: it says RuntimeError while there is one."""
+        """loop.sendfile sends from the socket itself, past any queue: it raises while there is one."""
         no = constants._SendfileMode.UNSUPPORTED
         return no if self._stream() else getattr(self._real, "_sendfile_compatible", no)
 

@@ -528,14 +528,15 @@ def test_tls_whose_peer_is_gone_is_not_called_sent(go: Runner) -> None:
     go(main())
 
 
+@pytest.mark.parametrize("nbytes", [MIB, 100])
 @pytest.mark.parametrize("how", ["writer", "loop"])
-def test_upgraded_to_tls_meanwhile(go: Runner, factory: Any, how: str) -> None:
+def test_upgraded_to_tls_meanwhile(go: Runner, factory: Any, how: str, nbytes: int) -> None:
     if how == "loop" and factory is _uvloop:
         pytest.skip("uvloop's start_tls takes its own transports only: TypeError, nothing is mixed")
     server_context, client_context = tls_contexts()
 
     def serve(peer: StalledReader) -> tuple[bytes, bytes]:
-        plain = peer.read(MIB + 10)
+        plain = peer.read(nbytes + 10)
         with server_context.wrap_socket(peer.peer, server_side=True) as sock:
             secret = bytearray()
             while piece := sock.recv(MIB):
@@ -544,7 +545,7 @@ def test_upgraded_to_tls_meanwhile(go: Runner, factory: Any, how: str) -> None:
 
     async def main() -> None:
         async with stalled(sndbuf=SMALL_SNDBUF) as (peer, writer):
-            op = aiozc.zc_submit(writer, filled(1, MIB))
+            op = aiozc.zc_submit(writer, filled(1, nbytes))
             writer.write(bytes([2]) * 10)
             assert isinstance(writer.transport, StandIn)
             serving = asyncio.ensure_future(in_thread(lambda: serve(peer)))
@@ -561,7 +562,7 @@ def test_upgraded_to_tls_meanwhile(go: Runner, factory: Any, how: str) -> None:
             await soon(aiozc.zc_send(writer, filled(4, MIB)))
             writer.close()
             plain, secret = await soon(serving)
-            assert_stream(plain, [(1, MIB), (2, 10)])
+            assert_stream(plain, [(1, nbytes), (2, 10)])
             assert_stream(secret, [(3, 10), (4, MIB)])
 
     go(main())
@@ -590,6 +591,33 @@ def test_an_idle_loop_does_not_turn(go: Runner, kind: str) -> None:
             await peer.take(MIB)
 
     go(main())
+
+
+def test_a_transport_that_makes_no_progress_is_not_looked_at_all_the_time(
+    backend: str,
+) -> None:
+    async def main() -> None:
+        aiozc.zc_attach(backend=backend)
+        async with stalled() as (peer, writer):
+            real: Any = writer.transport
+            looks = 0
+
+            def stuck() -> int:
+                nonlocal looks
+                looks += 1
+                return 1000
+
+            real.get_write_buffer_size = stuck
+            op = aiozc.zc_submit(writer, filled(1, 1000))
+            await asyncio.sleep(0.5)
+            assert 5 < looks < 2000
+            assert op.bytes_sent == 0
+            del real.get_write_buffer_size
+            assert await peer.take(1000) == filled(1, 1000)
+            await soon(op)
+
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as r:
+        r.run(main())
 
 
 def test_loop_close_with_operations_in_flight(factory: Any, backend: str) -> None:

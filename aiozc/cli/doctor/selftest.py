@@ -9,6 +9,7 @@ Never: raises; whatever goes wrong is in the report.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import select
@@ -17,7 +18,7 @@ import socket
 import struct
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiozc
@@ -108,28 +109,34 @@ def _with_loop(test: Callable[[], Any], **settings: Any) -> Any:
         loop.close()
 
 
-async def _connection() -> tuple[asyncio.StreamReader, Any]:
+@contextlib.asynccontextmanager
+async def _connection() -> AsyncIterator[tuple[asyncio.StreamReader, Any]]:
     """Over loopback: the receiving reader, and the writer at the other end."""
-    received: asyncio.Future[asyncio.StreamReader] = asyncio.get_running_loop().create_future()
+    accepted: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    def accepted(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
-        received.set_result(reader)
+    def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.set_result((reader, writer))
 
     try:
-        server = await asyncio.start_server(accepted, "127.0.0.1", 0)
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
     except OSError:
-        server = await asyncio.start_server(accepted, "::1", 0)
+        server = await asyncio.start_server(serve, "::1", 0)
     _, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
-    reader = await received
+    reader, back = await accepted
     server.close()
-    return reader, writer
+    try:
+        yield reader, writer
+    finally:
+        for each in writer, back:
+            each.close()
+            with contextlib.suppress(OSError):
+                await each.wait_closed()
 
 
 async def _exchange() -> dict[str, Any]:
-    reader, writer = await _connection()
     paths = set()
     pool = aiozc.BufferPool(size=POOL_BYTES, count=2)
-    try:
+    async with _connection() as (reader, writer):
         buffer = bytearray(NBYTES)
         for number in range(ROUNDS):
             bad, path = await _round(reader, writer, memoryview(buffer), number)
@@ -140,10 +147,7 @@ async def _exchange() -> dict[str, Any]:
         paths.add(path)
         if bad is not None:
             return {"ok": False, "error": f"registered memory: {bad}"}
-    finally:
-        pool.close()
-        writer.close()
-    await writer.wait_closed()
+    pool.close()
     return {"bytes": ROUNDS * NBYTES + POOL_BYTES, "paths": sorted(paths)}
 
 
@@ -169,22 +173,20 @@ def compare(expected: bytes, got: bytes) -> str | None:
 async def _stacking() -> bool | None:
     """Whether the kernel (6.10) lets requests share a packet: small ones on a corked connection go out as one
     segment then, else as one each. None: the kernel tells no number of segments."""
-    reader, writer = await _connection()
-    sock = writer.get_extra_info("socket")
-    before = _segments(sock)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
-    ops = []
-    for _ in range(_STACKED):
-        op = writer.zc_submit(bytearray(_SMALL))
-        await op.sent
-        ops.append(op)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 0)
-    await reader.readexactly(_STACKED * _SMALL)
-    for op in ops:
-        await op.released
-    after = _segments(sock)
-    writer.close()
-    await writer.wait_closed()
+    async with _connection() as (reader, writer):
+        sock = writer.get_extra_info("socket")
+        before = _segments(sock)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
+        ops = []
+        for _ in range(_STACKED):
+            op = writer.zc_submit(bytearray(_SMALL))
+            await op.sent
+            ops.append(op)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 0)
+        await reader.readexactly(_STACKED * _SMALL)
+        for op in ops:
+            await op.released
+        after = _segments(sock)
     return None if before is None or after is None else after - before <= _STACKED // 2
 
 

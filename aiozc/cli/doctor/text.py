@@ -38,7 +38,15 @@ def render(report: Mapping[str, Any], coloured: bool) -> str:
     colour, words = _STATUS[report["status"]]
     lines = [f"{paint('bold', 'aiozc ' + report['version'])}: {paint(colour, words)}", ""]
     for label, value in _facts(report, paint):
-        lines.append(f"{label:<{_LABEL}}{value}")
+        if "\x1b" in value:  # short, and its length is not its width
+            lines.append(f"{label:<{_LABEL}}{value}")
+            continue
+        lines += textwrap.wrap(
+            value,
+            width,
+            initial_indent=f"{label:<{_LABEL}}",
+            subsequent_indent=" " * _LABEL,
+        )
     lines.append("")
     if not report["findings"]:
         lines.append(paint("green", "nothing to do"))
