@@ -48,7 +48,7 @@ class Stream:
             and reactor.capabilities.zerocopy
         )
         self.queueing = False
-        self._held = False
+        self._room: _Room | None = None  # while the queue is held
         self._held_size = self._idle_looks = 0
         self._eof = self._closing = self._warned = False
         self._ops = 0
@@ -130,10 +130,10 @@ class Stream:
         if not self.queueing:
             self.queueing = True
             if self._real.get_write_buffer_size():
-                self._held = True
                 lib.azc_conn_hold(self._conn, 1)
+                self._room = _Room(self, self._at, self._fd)
                 self._await_flush()
-        elif not self._held:
+        elif self._room is None:
             self._look_for_strangers()
         if writer._transport is not self._stand_in:
             writer._transport = self._stand_in
@@ -172,13 +172,16 @@ class Stream:
     # -- what the transport held when we came --
 
     def _await_flush(self) -> None:
-        """Its own buffer goes first: whenever the socket is writable the loop sends from it."""
-        if self._held and self._conn is not None:
-            self._held_size = self._real.get_write_buffer_size()
-            self._idle_looks = 0
-            self._at.loop.add_writer(self._fd, self._look_at_buffer)
+        """Its own buffer goes first: whenever the socket has room the loop sends from it."""
+        self._held_size = self._real.get_write_buffer_size()
+        self._idle_looks = 0
+        self._wait_for_room()
 
-    def _look_at_buffer(self) -> None:
+    def _wait_for_room(self) -> None:
+        if self._room is not None:
+            self._room.wait()
+
+    def look_at_buffer(self) -> None:
         size = self._real.get_write_buffer_size()
         if self._real.is_closing():
             # Ended by others; its buffer may have been thrown away, and nothing may follow the gap.
@@ -188,20 +191,23 @@ class Stream:
             self._pause()
             self._at.soon()
         elif size < self._held_size:
-            self._held_size = size
-            self._idle_looks = 0
+            self._await_flush_soon(size)
         elif (looks := self._idle_looks + 1) < _LOOKS:
-            self._idle_looks = looks
+            self._await_flush_soon(size, looks)
         else:
             # Not a byte went although the socket has room: no spinning on that.
-            self._at.loop.remove_writer(self._fd)
-            self._at.loop.call_later(_STUCK, self._await_flush)
+            self._idle_looks = 0
+            self._at.loop.call_later(_STUCK, self._wait_for_room)
+
+    def _await_flush_soon(self, size: int, looks: int = 0) -> None:
+        """In the loop's next turn, for it sends from the buffer in between."""
+        self._held_size, self._idle_looks = size, looks
+        self._at.loop.call_soon(self._wait_for_room)
 
     def _release_flush(self) -> None:
-        if self._held:
-            self._held = False
-            if not self._at.loop.is_closed():
-                self._at.loop.remove_writer(self._fd)
+        room, self._room = self._room, None
+        if room is not None:
+            room.end()
             if self._conn is not None:
                 lib.azc_conn_hold(self._conn, 0)
 
@@ -272,7 +278,7 @@ class Stream:
             self._lose(-res)
 
     def _drained(self) -> None:
-        if not self._held:
+        if self._room is None:
             self._look_for_strangers()
         self._give_back()
         if self._eof:
@@ -350,3 +356,28 @@ class Stream:
             if self._conn is not None:
                 _linger_0(self._fd)
                 self._close_now()
+
+
+class _Room:
+    """Waits in the reactor until the socket has room, or is broken (libuv tells no writer of that)."""
+
+    def __init__(self, stream: Stream, at: Attachment, fd: int) -> None:
+        self._stream = stream
+        self._at = at
+        self._conn: Any = at.reactor.open(fd, lib.AZC_CONNECT, self)
+
+    def wait(self) -> None:
+        if self._conn is not None:
+            lib.azc_conn_start(self._conn)
+            self._at.soon()
+
+    def _on_write(self, _res: int, _what: int) -> None:
+        if self._conn is not None:
+            self._stream.look_at_buffer()
+
+    def end(self) -> None:
+        conn, self._conn = self._conn, None
+        if conn is not None:
+            self._at.reactor.close_conn(conn, 0)
+
+    _loop_closed = end
