@@ -550,7 +550,8 @@ def test_upgraded_to_tls_meanwhile(go: Runner, factory: Any, how: str, nbytes: i
             assert isinstance(writer.transport, StandIn)
             serving = asyncio.ensure_future(in_thread(lambda: serve(peer)))
             if how == "writer":
-                await soon(writer.start_tls(client_context, server_hostname="localhost"))
+                # At once: wait_for would give the queue a turn of the loop.
+                await writer.start_tls(client_context, server_hostname="localhost")
             else:
                 loop = asyncio.get_running_loop()
                 protocol = writer.transport.get_protocol()
@@ -729,8 +730,9 @@ def test_runs_in_several_threads(factory: Any, backend: str) -> None:
     assert not failures
 
 
+@pytest.mark.parametrize("submits", [True, False])
 def test_another_thread_goes_on_with_pinned_memory_and_a_full_queue(
-    factory: Any, backend: str
+    factory: Any, backend: str, submits: bool
 ) -> None:
     loop = factory()
     with StalledReader() as peer:
@@ -749,8 +751,9 @@ def test_another_thread_goes_on_with_pinned_memory_and_a_full_queue(
         box = []
 
         async def finish() -> None:
-            again = aiozc.zc_submit(writer, filled(3, MIB))
-            box.append(await peer.take(9 * MIB + 100))
+            more = MIB if submits else 0
+            again = aiozc.zc_submit(writer, filled(3, more)) if submits else op
+            box.append(await peer.take(8 * MIB + 100 + more))
             await soon(op)
             await soon(again)
             await eventually(lambda: not attachment().streams)
@@ -762,7 +765,51 @@ def test_another_thread_goes_on_with_pinned_memory_and_a_full_queue(
         thread.join(60)
         assert not thread.is_alive()
         loop.close()
-        assert_stream(box[0], [(1, 8 * MIB), (2, 100), (3, MIB)])
+        assert_stream(box[0], [(1, 8 * MIB), (2, 100), (3, MIB if submits else 0)])
+
+
+def test_what_the_ring_of_another_thread_pinned_is_released(factory: Any) -> None:
+    if aiozc.capabilities().backend != "uring":
+        pytest.skip("nothing is ever pinned here")
+    loop = factory()
+    with StalledReader() as peer, StalledReader() as other:
+        socks = peer.connect(sndbuf=LARGE_SNDBUF), other.connect()
+
+        async def begin() -> tuple[Any, Any, Any]:
+            aiozc.zc_attach(adaptive=False, zc_threshold=0)
+            _, first = await asyncio.open_connection(sock=socks[0])
+            _, second = await asyncio.open_connection(sock=socks[1])
+            op = aiozc.zc_submit(first, filled(1, MIB))
+            await op.sent
+            return op, first, second
+
+        op, first, second = loop.run_until_complete(begin())
+
+        async def finish() -> None:
+            await aiozc.zc_submit(second, b"x").sent  # so this thread has a ring now
+            await asyncio.sleep(PAUSE)
+            assert not op.released.done()
+            assert_stream(await peer.take(MIB), [(1, MIB)])
+            await asyncio.wait_for(op.released, 5)  # nothing but looking tells
+            for writer in first, second:
+                writer.close()
+                await writer.wait_closed()
+            await eventually(lambda: not attachment().reactor.held)
+
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                loop.run_until_complete(finish())
+            except BaseException as exc:
+                failures.append(exc)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+        loop.close()
+        assert not failures
 
 
 def test_writing_to_the_transport_itself_is_noticed(factory: Any, backend: str) -> None:
