@@ -39,18 +39,19 @@ def tls_submit(
     return op
 
 
-def _below(transport: Any) -> Any:
+def _below(transport: Any) -> tuple[bool, Any]:
     """The transport that TLS writes to. uvloop's TLS does not show it, but the garbage collector knows what it
-    refers to. None: TLS has let go of it."""
+    refers to. (True, None): TLS has let go of it. (False, None): a TLS that we do not know."""
     tls = getattr(transport, "_ssl_protocol", None)
     if tls is not None:
-        return tls._transport
+        return True, tls._transport
     for tls in gc.get_referents(transport):
         if type(tls).__name__ == "SSLProtocol":
             for below in gc.get_referents(tls):
                 if below is not transport and hasattr(below, "get_write_buffer_size"):
-                    return below
-    return None
+                    return True, below
+            return True, None
+    return False, None
 
 
 class _TlsWait:
@@ -66,11 +67,13 @@ class _TlsWait:
         self._pause = _TLS_MIN
 
     def look(self) -> None:
-        below = _below(self._transport)
+        known, below = _below(self._transport)
         size = self._transport.get_write_buffer_size()
         # A transport throws its buffer away when it is lost: an empty one says nothing then.
         lost = bool(getattr(self._protocol, "_connection_lost", False))
-        if below is not None:
+        if known and below is None:
+            lost = True
+        elif below is not None:
             size += below.get_write_buffer_size()
             lost = lost or below.is_closing()
         if lost:
