@@ -226,9 +226,17 @@ int azc_liburing_runtime(void);
 /* A reactor: made anywhere, attached by the thread that runs, detached when a run ends. */
 azc_reactor *azc_open(const azc_config *cfg, int *err);
 int azc_attach(azc_reactor *r);
+int azc_fall_back(azc_reactor *r);
 int azc_wait(azc_reactor *r, int64_t timeout_ns);
 int azc_detach(azc_reactor *r);
 int azc_drain(azc_reactor *r, int64_t timeout_ns);
+
+/* For a loop that is not ours, which has no azc_wait to sleep in: a descriptor that is readable
+ * when azc_wait has something to do, valid until a new ring is made or the reactor closed. A ring's
+ * is an eventfd, to be read before azc_wait. azc_more: another azc_wait would do something at once.
+ */
+int azc_wake_fd(azc_reactor *r);
+int azc_more(azc_reactor *r);
 int azc_take_events(azc_reactor *r);
 int azc_close(azc_reactor *r);
 
@@ -249,6 +257,7 @@ int azc_conn_quiesce(azc_conn *c);
 void azc_conn_notify(azc_conn *c, uint32_t what);
 uint64_t azc_conn_outstanding(azc_conn *c);
 void azc_conn_flush(azc_conn *c);
+void azc_conn_hold(azc_conn *c, int on); /* while on, what is queued waits: other bytes go first */
 int azc_conn_abort(azc_conn *c, int error);
 int azc_conn_close(azc_conn *c, int error);
 int azc_linger(azc_reactor *r, int64_t limit_ns);

@@ -315,6 +315,11 @@ static int epoll_region(struct azc_reactor *r, uint64_t id)
     return 0;
 }
 
+static int epoll_wake_fd(struct azc_reactor *r)
+{
+    return ep_of(r)->fd;
+}
+
 const struct backend epoll_backend = {
     .attach = epoll_attach,
     .wait = epoll_wait_turn,
@@ -323,5 +328,6 @@ const struct backend epoll_backend = {
     .drain = epoll_drain,
     .send_now = epoll_send_now,
     .region = epoll_region,
+    .wake_fd = epoll_wake_fd,
     .destroy = epoll_destroy,
 };

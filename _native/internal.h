@@ -229,6 +229,7 @@ struct conn {
     int8_t local; /* is the peer on this machine? 0: not looked at yet; -1: no */
     uint8_t copied_in_row, reports;
     uint64_t probe_at, probe_gap;
+    bool held;      /* azc_conn_hold */
     bool want_out;  /* the socket was full: wait until it is writable */
     bool out_armed; /* uring: a poll for that is with the kernel */
     uint32_t ep_mask;
@@ -253,6 +254,7 @@ struct backend {
     int (*drain)(struct azc_reactor *r, int64_t timeout_ns);
     void (*send_now)(struct conn *c);                  /* what is queued, within the call */
     int (*region)(struct azc_reactor *r, uint64_t id); /* register it now */
+    int (*wake_fd)(struct azc_reactor *r);
     void (*destroy)(struct azc_reactor *r);
 };
 extern const struct backend uring_backend, epoll_backend;
@@ -394,7 +396,7 @@ static inline bool dgramq_ready(const struct conn *c)
 }
 static inline bool sendq_ready(const struct conn *c)
 {
-    return c->q.count && !c->rq && !c->want_out && !c->pub.error && !c->closed;
+    return c->q.count && !c->rq && !c->want_out && !c->held && !c->pub.error && !c->closed;
 }
 
 #endif

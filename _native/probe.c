@@ -37,8 +37,9 @@ int azc_liburing_runtime(void)
     return major && minor ? major() << 8 | minor() : 0;
 }
 
-/* One byte through a multishot receive into a provided buffer. */
-static bool try_multishot(struct io_uring *ring, bool *buf_ring)
+/* One byte through a multishot receive into a provided buffer. `buf_ring`: 0, or why there is none.
+ */
+static bool try_multishot(struct io_uring *ring, int *buf_ring)
 {
     int s[2];
     bool ok = false;
@@ -46,17 +47,18 @@ static bool try_multishot(struct io_uring *ring, bool *buf_ring)
     struct io_uring_buf_reg reg = {.ring_entries = 1};
     struct io_uring_cqe *cqe;
     struct __kernel_timespec ts = {.tv_sec = 1};
-    *buf_ring = false;
+    *buf_ring = -ENOMEM;
     void *br = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (br == MAP_FAILED)
         return false;
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, s) < 0) {
+        *buf_ring = -errno;
         munmap(br, 4096);
         return false;
     }
     reg.ring_addr = (uintptr_t)br;
-    if (io_uring_register_buf_ring(ring, &reg, 0) == 0) {
-        *buf_ring = true;
+    *buf_ring = io_uring_register_buf_ring(ring, &reg, 0);
+    if (*buf_ring == 0) {
         io_uring_buf_ring_init(br);
         io_uring_buf_ring_add(br, room, sizeof room, 0, io_uring_buf_ring_mask(1), 0);
         io_uring_buf_ring_advance(br, 1);
@@ -148,12 +150,13 @@ static int probe(uint32_t *features)
     }
     if (try_gather_fixed(&ring))
         *features |= AZC_HAS_SENDMSG_ZC_FIXED;
-    bool buf_ring;
+    int buf_ring;
     if (try_multishot(&ring, &buf_ring))
         *features |= AZC_HAS_RECV_MULTISHOT;
-    if (buf_ring)
+    if (buf_ring == 0)
         *features |= AZC_HAS_BUF_RING;
-    return 0;
+    /* A limit that leaves no page for it, and no old kernel (EINVAL). */
+    return buf_ring == -ENOMEM || buf_ring == -EMFILE ? buf_ring : 0;
 }
 
 /* 0 and the features, or the errno that forbids io_uring (EPERM, ENOSYS, ...). */

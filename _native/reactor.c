@@ -283,6 +283,23 @@ int azc_attach(azc_reactor *r)
     return 0;
 }
 
+/* After azc_attach failed: there is no ring to be had, so go on as if AZC_EPOLL had been asked for.
+ * -EBUSY: the kernel may still read memory for an earlier ring, which only uring.c can follow. */
+int azc_fall_back(azc_reactor *r)
+{
+    if (r->be_data || r->reqs.live)
+        return -EBUSY;
+    r->be = &epoll_backend;
+    r->cfg.backend = AZC_EPOLL;
+    r->cfg.zerocopy = 0;
+    for (uint32_t i = 0; i < table_slots(&r->conns); i++) {
+        struct conn *c = table_at(&r->conns, i);
+        if (c)
+            c->pub.zc_ok = 0;
+    }
+    return 0;
+}
+
 /* One turn: ended by an event, the timeout (< 0: none) or a signal. The answer: AZC_FIRED_* and the
  * number of events; -EINTR for a signal; another -errno for a backend that is beyond repair. */
 int azc_wait(azc_reactor *r, int64_t timeout_ns)
@@ -353,6 +370,16 @@ int azc_close(azc_reactor *r)
     free(r->rel);
     free(r);
     return 0;
+}
+
+int azc_wake_fd(azc_reactor *r)
+{
+    return r->be_data ? r->be->wake_fd(r) : -ENOTCONN;
+}
+
+int azc_more(azc_reactor *r)
+{
+    return r->dirty != NULL || anything(r);
 }
 
 azc_event *azc_events(azc_reactor *r)
@@ -456,6 +483,13 @@ void azc_conn_flush(azc_conn *pub)
         send_now(c, NULL, 0);
 }
 
+void azc_conn_hold(azc_conn *pub, int on)
+{
+    struct conn *c = conn_of(pub);
+    c->held = on != 0;
+    mark_dirty(c);
+}
+
 /* At once: nothing of this descriptor is with the kernel afterwards but notifications. */
 int azc_conn_quiesce(azc_conn *pub)
 {
@@ -557,7 +591,7 @@ static size_t send_now(struct conn *c, const char *extra, size_t n)
 {
     struct sendq *q = &c->q;
     struct gathered g = {0};
-    if (c->rq || c->want_out || q->zc_parts || c->pub.error || c->closed)
+    if (c->rq || c->want_out || c->held || q->zc_parts || c->pub.error || c->closed)
         return 0;
     if (q->count && (sendq_gather(c, &g) < 0 || g.bytes < c->pub.unsent))
         return 0; /* more than one request's worth: leave it to the backend, in order */

@@ -44,6 +44,7 @@
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -63,6 +64,11 @@
 
 #define RING_REGIONS 256 /* that one ring registers */
 #define ORPHAN_POLL_NS 10000000
+/* The smallest rings that are tried, three pages in all, as the probe's are; and how long. */
+#define SQ_MIN 8
+#define CQ_MIN 64
+#define NAPS 10
+#define NAP_NS 10000000
 /* Receive buffers that the kernel has at least; the number doubles when they do not suffice, and is
  * looked at after so many harvests. */
 #define GIVEN_MIN 8
@@ -89,6 +95,7 @@ struct uring {
     bool no_send;
     bool quick; /* the thread has the ring's descriptor registered */
     int grave;  /* -1: none */
+    int evfd;   /* for another loop's epoll, likewise */
     /* Receive buffers that the kernel has; how many it should have, and the most that one harvest
      * took since that was looked at. */
     uint32_t given, wanted, peak, harvests;
@@ -107,7 +114,7 @@ static struct __kernel_timespec timespec_of(int64_t ns)
 
 /* ---- set-up ---- */
 
-static int ring_init(struct azc_reactor *r, struct uring *u)
+static int ring_init(struct uring *u, uint32_t sq_entries, uint32_t cq_entries)
 {
     static const unsigned flags[] = {
         IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_TASKRUN_FLAG |
@@ -119,8 +126,8 @@ static int ring_init(struct azc_reactor *r, struct uring *u)
     int rc = -EINVAL;
     for (size_t i = 0; i < sizeof flags / sizeof *flags && rc == -EINVAL; i++) {
         struct io_uring_params p = {.flags = flags[i] | IORING_SETUP_CQSIZE | IORING_SETUP_CLAMP,
-                                    .cq_entries = r->cfg.cq_entries};
-        rc = io_uring_queue_init_params(r->cfg.sq_entries, &u->ring, &p);
+                                    .cq_entries = cq_entries};
+        rc = io_uring_queue_init_params(sq_entries, &u->ring, &p);
     }
     return rc;
 }
@@ -141,6 +148,41 @@ static int buf_ring_init(struct azc_reactor *r, struct uring *u)
     collect_spare(r);
     u->wanted = GIVEN_MIN;
     return 0;
+}
+
+static int rings_init(struct azc_reactor *r, struct uring *u, uint32_t sq, uint32_t cq)
+{
+    int rc = ring_init(u, sq, cq);
+    if (rc < 0)
+        return rc;
+    rc = buf_ring_init(r, u);
+    if (rc < 0)
+        io_uring_queue_exit(&u->ring);
+    return rc;
+}
+
+/* Without CAP_IPC_LOCK kernels before 5.12 and from 6.14 on charge a ring to RLIMIT_MEMLOCK, of the
+ * user, some 200 KiB with our default sizes; many systems allow 64 KiB. So where it does not fit it
+ * is made smaller: queues that are full are handled anyway. What a closed ring, or one that could
+ * not be made, was charged comes back after an RCU grace period, so the last size is tried for a
+ * while. */
+static int rings_that_fit(struct azc_reactor *r, struct uring *u)
+{
+    uint32_t sq = r->cfg.sq_entries, cq = r->cfg.cq_entries;
+    int naps = 0;
+    for (;;) {
+        int rc = rings_init(r, u, sq, cq);
+        if (rc != -ENOMEM)
+            return rc;
+        if (sq > SQ_MIN || cq > CQ_MIN) {
+            sq = sq / 8 > SQ_MIN ? sq / 8 : sq < SQ_MIN ? sq : SQ_MIN;
+            cq = cq / 8 > CQ_MIN ? cq / 8 : cq < CQ_MIN ? cq : CQ_MIN;
+        } else if (naps++ < NAPS) {
+            nanosleep(&(struct timespec){.tv_nsec = NAP_NS}, NULL);
+        } else {
+            return rc;
+        }
+    }
 }
 
 /* The kernel takes buffers in the order in which it was given them. So it is given no more than are
@@ -186,6 +228,8 @@ static void uring_destroy(struct azc_reactor *r)
     }
     if (u->grave >= 0)
         close(u->grave);
+    if (u->evfd >= 0)
+        close(u->evfd);
     free(u);
     r->be_data = NULL;
 }
@@ -214,6 +258,11 @@ static void retire(struct azc_reactor *r)
         q->grave = g;
         if (g)
             g->orphans++;
+    }
+    for (uint32_t i = 0; i < table_slots(&r->conns); i++) {
+        struct conn *c = table_at(&r->conns, i);
+        if (c) /* a loop that is not ours ends no run: such a poll ends with its ring */
+            c->out_armed = false;
     }
     if (g && !g->orphans) {
         close(g->fd);
@@ -309,8 +358,8 @@ static int uring_attach(struct azc_reactor *r)
     u = calloc(1, sizeof *u);
     if (!u)
         return -ENOMEM;
-    u->grave = -1;
-    int rc = ring_init(r, u);
+    u->grave = u->evfd = -1;
+    int rc = rings_that_fit(r, u);
     if (rc < 0) {
         free(u);
         return rc;
@@ -318,12 +367,6 @@ static int uring_attach(struct azc_reactor *r)
     u->tid = gettid();
     (void)io_uring_ring_dontfork(&u->ring); /* a child that entered it would get -EEXIST */
     u->quick = io_uring_register_ring_fd(&u->ring) == 1; /* saves a look-up an enter; optional */
-    rc = buf_ring_init(r, u);
-    if (rc < 0) {
-        io_uring_queue_exit(&u->ring);
-        free(u);
-        return rc;
-    }
     r->be_data = u;
     u->orphans = count_orphans(r);
     return 0;
@@ -985,6 +1028,24 @@ static int uring_drain(struct azc_reactor *r, int64_t timeout_ns)
     return 0;
 }
 
+/* The descriptor of a ring with DEFER_TASKRUN does not wake an epoll: its completions are only made
+ * by entering it. The eventfd is signalled when work for that is there. */
+static int uring_wake_fd(struct azc_reactor *r)
+{
+    struct uring *u = uring_of(r);
+    if (u->evfd >= 0)
+        return u->evfd;
+    int fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (fd < 0)
+        return -errno;
+    int rc = io_uring_register_eventfd(&u->ring, fd);
+    if (rc < 0) {
+        close(fd);
+        return rc;
+    }
+    return u->evfd = fd;
+}
+
 const struct backend uring_backend = {
     .attach = uring_attach,
     .wait = uring_wait,
@@ -993,5 +1054,6 @@ const struct backend uring_backend = {
     .drain = uring_drain,
     .send_now = uring_send_now,
     .region = uring_region,
+    .wake_fd = uring_wake_fd,
     .destroy = uring_destroy,
 };

@@ -10,7 +10,16 @@ if not _sys.platform.startswith("linux"):
         "aiozc needs Linux (io_uring or epoll); on other systems use asyncio's own loop"
     )
 
+try:
+    from . import _fast as _fast
+    from . import _reactor_c as _reactor_c
+except ImportError as _error:
+    from ._broken import explain as _explain
+
+    raise _explain(_error) from _error
+
 from ._version import __version__
+from .attach import zc_attach, zc_send, zc_submit
 from .broadcast import BroadcastResult, broadcast
 from .buffers import Frozen, frozen
 from .capabilities import Capabilities, capabilities
@@ -53,4 +62,7 @@ __all__ = [
     "read_into",
     "run",
     "start_server",
+    "zc_attach",
+    "zc_send",
+    "zc_submit",
 ]

@@ -6,6 +6,7 @@ Never: prints or warns; a container that forbids io_uring is a normal place to r
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import os
@@ -54,6 +55,22 @@ class Capabilities:
     liburing: str
 
 
+def no_ring(error: int) -> str:
+    """Why there is no ring, by the errno of making one, and what to do."""
+    return _WHY.get(error, f"io_uring_setup: {os.strerror(error)}")
+
+
+def uring_demanded(given: str | None) -> bool:
+    """Whether epoll would be against the caller's, or the environment's, word."""
+    return _choice("AIOZC_BACKEND", given, ("uring", "epoll")) == "uring"
+
+
+def fallen_back(can: Capabilities, why: str) -> Capabilities:
+    """What is left of `can` when its loop got no ring."""
+    reason = f"{why}; sends are copied"
+    return dataclasses.replace(can, backend="epoll", zerocopy=False, reason=reason)
+
+
 @functools.cache
 def _probe() -> tuple[int, dict[str, bool]]:
     found = ffi.new("uint32_t *")
@@ -86,7 +103,7 @@ def choose(backend: str | None = None, zerocopy: str | None = None) -> Capabilit
     off = _choice("AIOZC_ZEROCOPY", zerocopy, ("auto", "off")) == "off"
     missing = [name for name in _NEEDED if not features[name]]
     if error:
-        why = _WHY.get(error, f"io_uring_setup: {os.strerror(error)}")
+        why = no_ring(error)
     elif missing:
         why = f"this kernel's io_uring lacks {', '.join(missing)} (Linux 6.0 has all)"
     else:
@@ -119,7 +136,17 @@ def capabilities() -> Capabilities:
     return choose()
 
 
-def _may_lock_anything() -> bool:
+def may_lock_anything() -> bool:
+    """Whether the kernel does not charge this process: CAP_IPC_LOCK, in the first user namespace.
+
+    io_uring_setup asks capable(), which looks no further: root of a rootless container is charged.
+    """
+    try:
+        with open("/proc/self/uid_map") as uids:
+            if uids.read().split() != ["0", "0", str(2**32 - 1)]:
+                return False
+    except OSError:
+        pass  # a kernel without user namespaces
     try:
         with open("/proc/self/status") as status:
             for line in status:
@@ -138,6 +165,6 @@ def default_caps() -> tuple[int, int]:
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     whole = 1 << 30
-    if soft != resource.RLIM_INFINITY and not _may_lock_anything():
+    if soft != resource.RLIM_INFINITY and not may_lock_anything():
         whole = min(whole, soft // 2)
     return min(64 << 20, max(whole // 4, min(whole, 1 << 20))), whole

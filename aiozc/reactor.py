@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from . import _fast, hooks, stats
 from ._reactor_c import ffi, lib
 from .buffers import Frozen, refuse
+from .capabilities import default_caps, fallen_back, no_ring, uring_demanded
 from .operation import Operation
 from .settings import timeout_ns
 
@@ -62,8 +63,6 @@ class Reactor:
     """See the module. `conns` maps a connection's token to its transport or listener."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, can: Capabilities, cfg: Settings) -> None:
-        from .capabilities import default_caps
-
         transport_cap, loop_cap = default_caps()
         native = ffi.new("azc_config *")
         native.backend = lib.AZC_URING if can.backend == "uring" else lib.AZC_EPOLL
@@ -121,8 +120,23 @@ class Reactor:
     # -- runs --
 
     def attach(self) -> None:
-        """A run begins in this thread."""
-        _check(lib.azc_attach(self.native), "aiozc: cannot start the reactor")
+        """A run begins in this thread.
+
+        capabilities.py tried a ring, but this one may not fit any more into what the user may lock (or another
+        process has used up the descriptors): then the loop goes on with epoll, if nobody demanded uring.
+        """
+        rc = int(lib.azc_attach(self.native))
+        if rc >= 0:
+            return
+        why = no_ring(-rc) + ", or use backend 'epoll'"
+        may = self.backend == "uring" and not uring_demanded(self.settings.backend)
+        if may and lib.azc_fall_back(self.native) == 0:
+            self.capabilities = fallen_back(self.capabilities, no_ring(-rc))
+            self.backend = "epoll"
+            rc = int(lib.azc_attach(self.native))
+            why = os.strerror(-rc)
+        if rc < 0:
+            raise OSError(-rc, f"aiozc: cannot start the reactor: {why}")
 
     def detach(self) -> None:
         """The run ends: queued bytes go out as far as the sockets take them; then the kernel holds

@@ -38,6 +38,7 @@ class StreamWriter(asyncio.StreamWriter):
 def refuse(transport: Any) -> RuntimeError:
     return RuntimeError(
         f"zc_* needs a transport of an aiozc loop, and this is a {type(transport).__name__}; "
+        "use aiozc.zc_send(writer, data), which takes any loop's, or "
         "run the program by aiozc.run(main()) or asyncio.Runner(loop_factory=aiozc.new_event_loop)"
     )
 

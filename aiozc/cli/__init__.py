@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from aiozc.cli import bench, demo
+from aiozc.cli import bench, demo, doctor
 
 # In the order that --help shows them.
-COMMANDS = (demo, bench)
+COMMANDS = (doctor, demo, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
