@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -100,6 +101,20 @@ def test_a_cancelled_attempt_leaves_nothing_in_the_kernel(run: Any) -> None:
                     await asyncio.sleep(0)
             assert open_descriptors() == before
             assert len(loop._reactor.conns) == conns
+
+    run(main())
+
+
+def test_a_socket_that_is_closed_during_the_attempt_fails_it_and_nothing_else(run: Any) -> None:
+    # Fails when: asking the closed socket how it went raises out of the event, and ends the run.
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with socket.create_server(("127.0.0.1", 0)) as listener, connecting() as sock:
+            attempt = asyncio.ensure_future(loop.sock_connect(sock, listener.getsockname()))
+            loop.call_soon(sock.close)
+            with pytest.raises(OSError) as caught:
+                await soon(attempt)
+            assert caught.value.errno == errno.EBADF
 
     run(main())
 

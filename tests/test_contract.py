@@ -1318,7 +1318,7 @@ def test_zc_drain_waits_for_pins_and_drain_does_not(run, forced_loop_factory, ba
                 await soon(drain)
             await soon(writer.zc_drain())
 
-    run(main(), forced_loop_factory)
+    run(main(), lambda: forced_loop_factory(zc_low_water=256 * KIB))
 
 
 def test_zc_drain_waits_for_queued_bytes(run, forced_loop_factory) -> None:
@@ -1333,7 +1333,7 @@ def test_zc_drain_waits_for_queued_bytes(run, forced_loop_factory) -> None:
             await peer.take(MIB + 1000)
             await soon(drain)
 
-    run(main(), forced_loop_factory)
+    run(main(), lambda: forced_loop_factory(zc_low_water=256 * KIB))
 
 
 def test_zc_drain_ends_when_the_connection_is_lost(run, forced_loop_factory) -> None:
@@ -1347,7 +1347,7 @@ def test_zc_drain_ends_when_the_connection_is_lost(run, forced_loop_factory) -> 
             await ended(drain)
             assert isinstance(drain.exception(), OSError)  # as drain() does
 
-    run(main(), forced_loop_factory)
+    run(main(), lambda: forced_loop_factory(zc_low_water=256 * KIB))
 
 
 # --- protocols ------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import pytest
 
 import aiozc
 from aiozc import _fast
+from aiozc.transports.stream import StreamTransport
 
 BACKENDS = ["uring", "epoll"]
 
@@ -37,6 +38,45 @@ def errors_of(loop: asyncio.AbstractEventLoop) -> list[dict]:
 
 
 # -- handles --
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_exception_of_an_event_is_told_and_the_events_behind_it_are_served(backend, monkeypatch):
+    # Fails when: what a method of ours raises leaves the walk over the events, and ends the run.
+    made = StreamTransport._on_recv
+    failed = []
+
+    def fail_once(self, res, start):
+        if not failed:
+            failed.append(self)
+            raise ValueError("an error in the event")
+        made(self, res, start)
+
+    monkeypatch.setattr(StreamTransport, "_on_recv", fail_once)
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        seen = errors_of(loop)
+        ended = []
+
+        class Ends(asyncio.Protocol):
+            def eof_received(self):
+                ended.append(self)
+
+        pairs = [socket.socketpair() for _ in range(3)]
+        for ours, _ in pairs:
+            await loop.create_connection(Ends, sock=ours)
+        for _, peer in pairs:
+            peer.close()
+        async with asyncio.timeout(10):
+            while len(ended) < 2:
+                await asyncio.sleep(0.001)
+        failed[0].abort()
+        return [(type(c["exception"]), c["message"]) for c in seen]
+
+    ((kind, message),) = run(main(), backend=backend)
+    assert kind is ValueError
+    assert message.startswith("Exception in callback")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

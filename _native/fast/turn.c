@@ -230,11 +230,23 @@ static int happened(Core *self, const azc_event *e)
     return rc ? 0 : -1;
 }
 
+/* 0: the exception that is set was told to the loop's handler. -1: it ends the run. */
+static int reported(Core *self, PyObject *handle)
+{
+    if (must_leave())
+        return -1;
+    PyObject *exc = take_exception();
+    PyObject *rc = PyObject_CallFunctionObjArgs(self->report, handle, exc, NULL);
+    Py_XDECREF(exc);
+    Py_XDECREF(rc);
+    return rc ? 0 : -1;
+}
+
 static int dispatch(Core *self)
 {
     while (self->i < self->n) {
         azc_event e = self->events[self->i++];
-        if (happened(self, &e) < 0)
+        if (happened(self, &e) < 0 && reported(self, self->handle) < 0)
             return -1;
     }
     self->n = self->i = 0;
@@ -302,16 +314,12 @@ static int call_handle(Core *self, PyObject *handle)
         if (PyContext_Exit(context) < 0)
             Py_CLEAR(rc);
     }
-    if (!rc && !must_leave()) {
-        PyObject *exc = take_exception();
-        rc = PyObject_CallFunctionObjArgs(self->report, handle, exc, NULL);
-        Py_XDECREF(exc);
-    }
+    int done = rc ? 0 : reported(self, handle);
     Py_XDECREF(callback);
     Py_XDECREF(args);
     Py_XDECREF(context);
     Py_XDECREF(rc);
-    return rc ? 0 : -1;
+    return done;
 }
 
 /* As Handle._run does, where the handle is asyncio's own and its _run is, too. */

@@ -35,7 +35,11 @@ class Connector:
         self._end()  # before anybody makes a transport of this descriptor
         if self._future.done():
             return
-        error = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        try:
+            error = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        except OSError as exc:  # it was closed meanwhile
+            self._future.set_exception(exc)
+            return
         if error:
             self._future.set_exception(OSError(error, f"Connect call failed {self._address}"))
         else:
