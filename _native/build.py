@@ -33,7 +33,7 @@ SOURCES = [
     "epoll",
     "probe",
 ]
-FAST = ["module", "transport", "operation", "schedule", "turn", "parts"]
+FAST = ["module", "transport", "operation", "schedule", "turn", "parts", "slot"]
 NEEDS = (2, 3)
 REMEDY = "install it with: apt-get install gcc pkg-config liburing-dev python3-dev"
 

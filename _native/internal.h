@@ -328,6 +328,7 @@ void sendq_unqueued(struct conn *c, uint64_t n);
 int sendq_push(struct conn *c, const char *base, size_t len, azc_op *op);
 int sendq_copy(struct conn *c, const char *base, size_t len);
 int sendq_gather(struct conn *c, struct gathered *g);
+int sendq_gather_plain(struct conn *c, struct gathered *g);
 void sendq_consume(struct conn *c, uint64_t bytes);
 void sendq_drop(struct conn *c, int error);
 bool sendq_remove(struct conn *c, azc_op *op);

@@ -593,7 +593,7 @@ static size_t send_now(struct conn *c, const char *extra, size_t n)
     struct gathered g = {0};
     if (c->rq || c->want_out || c->held || q->zc_parts || c->pub.error || c->closed)
         return 0;
-    if (q->count && (sendq_gather(c, &g) < 0 || g.bytes < c->pub.unsent))
+    if (q->count && (sendq_gather_plain(c, &g) < 0 || g.bytes < c->pub.unsent))
         return 0; /* more than one request's worth: leave it to the backend, in order */
     struct iovec iov[65];
     if (g.parts > 64)

@@ -174,15 +174,15 @@ static void match_region(struct conn *c, struct gathered *g, uint64_t *zc_bytes)
     *zc_bytes = zc;
 }
 
-/* Put the next request into q->iov. 0: filled; -ENOMEM. Call only when sendq_ready. */
-int sendq_gather(struct conn *c, struct gathered *g)
+/* `plain`: for a copying system call whatever the parts are. */
+static int gather(struct conn *c, struct gathered *g, bool plain)
 {
     struct sendq *q = &c->q;
     uint64_t limit = c->r->cfg.max_request, zc_bytes = 0, bytes = 0;
     uint32_t max = q->count < c->r->cfg.max_parts ? q->count : c->r->cfg.max_parts, n = 0;
     if (q->copy_left && q->copy_left < limit)
         limit = q->copy_left;
-    if ((q->zc_parts || q->auto_parts) && !may_wait(c) && limit > UNSURE_MAX)
+    if (!plain && (q->zc_parts || q->auto_parts) && !may_wait(c) && limit > UNSURE_MAX)
         limit = UNSURE_MAX;
     int rc = reserve_iov(q, max);
     if (rc < 0)
@@ -196,9 +196,10 @@ int sendq_gather(struct conn *c, struct gathered *g)
             zc_bytes += take;
     }
     *g = (struct gathered){.parts = n, .bytes = bytes};
-    if (zc_bytes && c->pub.zc_ok && c->r->cfg.fixed_parts && !q->copy_left && regions_any())
+    if (!plain && zc_bytes && c->pub.zc_ok && c->r->cfg.fixed_parts && !q->copy_left &&
+        regions_any())
         match_region(c, g, &zc_bytes);
-    if (!q->copy_left)
+    if (!plain && !q->copy_left)
         g->zc = zc_allowed(c, zc_bytes, g);
     if (g->zc && fault(c->r, AZC_FAULT_ZC_ENOMEM)) {
         c->r->stats.fallbacks[AZC_FALLBACK_ENOMEM]++;
@@ -218,6 +219,17 @@ int sendq_gather(struct conn *c, struct gathered *g)
     q->msg.msg_iov = q->iov;
     q->msg.msg_iovlen = g->parts;
     return 0;
+}
+
+/* Put the next request into q->iov. 0: filled; -ENOMEM. Call only when sendq_ready. */
+int sendq_gather(struct conn *c, struct gathered *g)
+{
+    return gather(c, g, false);
+}
+
+int sendq_gather_plain(struct conn *c, struct gathered *g)
+{
+    return gather(c, g, true);
 }
 
 /* A report that can be trusted came: does this path copy? */

@@ -587,10 +587,14 @@ static int put_region(struct uring *u, uint32_t at, const char *base, size_t len
     return rc < 0 ? rc : 0;
 }
 
-/* Regions that were dropped give their memory back to the system: nobody will send from them. */
+/* Regions that were dropped give their memory back to the system: nobody will send from them. Not
+ * while a prepared request may name a place of the table: the kernel looks it up when it takes the
+ * request. Numbers are never used again, so a place that is still taken harms nobody. */
 static void sweep_regions(struct uring *u)
 {
     struct region found;
+    if (u->epoch == regions_epoch() || io_uring_sq_ready(&u->ring))
+        return;
     u->epoch = regions_epoch();
     for (uint32_t i = 0; i < u->n_regions; i++) {
         if (!u->regions[i].id || region_by_id(u->regions[i].id, &found))
@@ -612,8 +616,6 @@ static int free_place(struct uring *u)
 /* Where the region lies in the ring's table, registered now if it was not; or -errno. */
 static int region_index(struct uring *u, const struct region *g)
 {
-    if (u->epoch != regions_epoch())
-        sweep_regions(u);
     uint32_t at = u->hot;
     if (u->regions[at].id != g->id)
         for (at = 0; at < u->n_regions && u->regions[at].id != g->id; at++)
@@ -666,6 +668,7 @@ static int uring_region(struct azc_reactor *r, uint64_t id)
         return -ENXIO;
     if (!region_by_id(id, &g))
         return -ENOENT;
+    sweep_regions(u);
     for (uint32_t i = 0; i < u->n_regions; i++)
         if (u->regions[i].id == id && u->regions[i].error)
             u->regions[i].id = 0;
@@ -849,8 +852,7 @@ static void flush(struct azc_reactor *r)
     struct conn *c = r->dirty, *next;
     r->turn = 0;
     give_buffers(r);
-    if (uring_of(r)->n_regions && uring_of(r)->epoch != regions_epoch())
-        sweep_regions(uring_of(r));
+    sweep_regions(uring_of(r));
     r->dirty = NULL;
     for (; c; c = next) {
         next = c->dirty_next;
@@ -920,8 +922,8 @@ static void uring_send_now(struct conn *c)
 {
     struct azc_reactor *r = c->r;
     struct uring *u = uring_of(r);
-    if (!u || u->no_send || c->rq || u->tid != gettid())
-        return;
+    if (!u || u->no_send || !sendq_ready(c) || u->tid != gettid())
+        return; /* also when the socket is full: it tells when it is not any more */
     if (!bring_up(c))
         mark_dirty(c);
     enter_now(r);

@@ -104,14 +104,17 @@ class _Queue:
             and reactor.backend == "uring"
             and reactor.capabilities.zerocopy
         )
+        # zc_timeout resets, and this socket is not ours to reset.
+        lib.azc_conn_timeout(self._conn, 0)
         reactor.bare[cookie] = self
         _watch(loop)
 
     def submit(self, keep: Parts) -> Operation:
         conn = self._conn
         try:
-            native = ffi.cast("azc_op *", keep.submit_to(conn.address))
-            op = self._reactor.admit(conn, native, keep)
+            op = self._reactor.queue(
+                conn, keep, lambda: ffi.cast("azc_op *", keep.submit_to(conn.address))
+            )
         except BaseException:
             if not self._ops:
                 self._end()

@@ -19,7 +19,7 @@ from . import hooks
 from ._fast import Parts
 from .streams import refuse
 from .transports.stream import StreamTransport, outstanding
-from .transports.tls import tls_check, tls_queue
+from .transports.tls import tls_check, tls_queue, tls_raw
 
 if TYPE_CHECKING:
     from .operation import Operation
@@ -112,7 +112,7 @@ class _Leg:
 
     def ready(self) -> bool:
         level: int = outstanding(self.raw._conn)
-        if self.tls is not None:
+        if self.tls is not None and self.tls._ssl_protocol is not None:
             level += self.tls.get_write_buffer_size()
         return level <= self.limit
 
@@ -219,7 +219,7 @@ def _legs(
         tls = None
         if isinstance(transport, hooks.SSLProtocolTransport):
             tls = transport
-            raw = tls._ssl_protocol._transport  # None once it is closed
+            raw = tls_raw(tls)  # None once it is closed
         elif not isinstance(transport, asyncio.BaseTransport):
             raise TypeError(
                 f"a StreamWriter or a stream transport is needed, not {type(writer).__name__!r}"

@@ -73,8 +73,11 @@ class Stream:
             raise OSError(-self._conn.error, os.strerror(-self._conn.error))
         self._take_over(writer)
         try:
-            native = ffi.cast("azc_op *", keep.submit_to(self._conn.address))
-            op = self._reactor.admit(self._conn, native, keep)
+            op = self._reactor.queue(
+                self._conn,
+                keep,
+                lambda: ffi.cast("azc_op *", keep.submit_to(self._conn.address)),
+            )
         except BaseException:
             self._queued()
             raise

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from . import _fast
 from ._reactor_c import ffi, lib
 from .buffers import export
 
@@ -221,20 +222,21 @@ class BufferPool:
         except IndexError:
             place = self._more()
         # The slice's owner: goes when the last view, and the last operation's lock, go.
-        owner = ffi.gc(ffi.cast("char *", place[0]), _giver(self._free, place))
-        return memoryview(ffi.buffer(owner, self.size))
+        return memoryview(_fast.Slot(place[0], self.size, _giver(self._free, place)))
 
     def _more(self) -> tuple[int, _Segment]:
         with self._growing:
-            if not self._free and self._made < self._max:
-                self._grow()
-        try:
-            return self._free.pop()
-        except IndexError:
-            raise PoolExhausted(
-                f"all {self._made} buffers are in use: release them (a buffer is free once its views are "
-                "dropped and its sends released), or give the pool a larger count or max_count"
-            ) from None
+            while True:  # another thread's acquire() may take what was just made
+                try:
+                    return self._free.pop()
+                except IndexError:
+                    if self._made < self._max:
+                        self._grow()
+                        continue
+                raise PoolExhausted(
+                    f"all {self._made} buffers are in use: release them (a buffer is free once its views "
+                    "are dropped and its sends released), or give the pool a larger count or max_count"
+                )
 
     @property
     def count(self) -> int:
@@ -274,8 +276,8 @@ class BufferPool:
 
 def _giver(
     free: collections.deque[tuple[int, _Segment]], place: tuple[int, _Segment]
-) -> Callable[[Any], None]:
-    def give_back(_: Any) -> None:
+) -> Callable[[], None]:
+    def give_back() -> None:
         if place[1].number:  # 0: the pool was closed meanwhile
             free.append(place)
 

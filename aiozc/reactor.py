@@ -185,6 +185,20 @@ class Reactor:
         if lib.azc_linger(self.native, int(self.settings.zc_linger * 1e9)):
             self._linger()
 
+    def queue(
+        self, conn: Any, keep: Any, put: Callable[[], Any], kind: type[Operation] = Operation
+    ) -> Operation:
+        """`put` queues natively and answers the azc_op, or NULL. What keeps the buffers locked is held
+        before: the exception of a signal handler may come between any two lines of Python."""
+        mark = -id(keep)
+        self.held[mark] = keep
+        native = put()
+        if not native:
+            del self.held[mark]
+        op = self.admit(conn, native, keep, kind)
+        del self.held[mark]
+        return op
+
     def admit(
         self, conn: Any, native: Any, keep: Any, kind: type[Operation] = Operation
     ) -> Operation:

@@ -190,3 +190,32 @@ def test_flow_control_counts_it():
             await eventually(lambda: stats().pinned_bytes == 0)
 
     run(main(), **FORCED)
+
+
+def test_what_waits_in_several_writes_is_sent_before_an_abort():
+    async def main():
+        async with stalled(rcvbuf=None) as (peer, writer):
+            writer.transport.set_write_buffer_limits(high=1 << 20)
+            writer.transport.pause_reading()
+            for value in b"ABC":
+                writer.write(bytes([value]) * 30_000)
+            writer.transport.abort()
+            assert_stream(await peer.take_all(), [(A, 30_000), (B, 30_000), (C, 30_000)])
+
+    run(main(), **FORCED)
+
+
+def test_a_full_socket_is_not_asked_again_by_every_write():
+    async def main():
+        async with stalled(sndbuf=SMALL_SNDBUF) as (peer, writer):
+            writer.write(b"A" * 1024 * KIB)
+            await asyncio.sleep(0.05)
+            before = stats().enters
+            for _ in range(200):
+                writer.write(b"B" * 20_000)
+            assert stats().enters - before < 5
+            assert_stream(
+                await peer.take(1024 * KIB + 4_000_000), [(A, 1024 * KIB), (B, 4_000_000)]
+            )
+
+    run(main(), **FORCED)

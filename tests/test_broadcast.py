@@ -698,6 +698,35 @@ def test_a_slow_tls_writer_is_dropped_or_waited_for_like_another(
     run(main(), forced_loop_factory)
 
 
+@pytest.mark.parametrize("way", ["broadcast", "submit"])
+def test_a_tls_writer_that_is_closed_twice_harms_nobody(run, forced_loop_factory, contexts, way):
+    # Fails when: the second close() of asyncio's TLS, which takes its protocol away, is not known.
+    async def main():
+        errors = LoopErrors()
+        async with AsyncExitStack() as stack:
+            end, writer = await stack.enter_async_context(tls_stalled(contexts))
+            writer.write(b"A" * (2 * MIB))
+            if way == "broadcast":
+                task = asyncio.ensure_future(broadcast([writer], b"B" * 100, max_queued=1000))
+            else:
+                task = asyncio.ensure_future(writer.zc_send(b"B" * MIB))
+            await asyncio.sleep(PAUSE)
+            writer.transport.close()
+            writer.transport.close()
+            with pytest.raises(ConnectionResetError):
+                writer.zc_submit(b"C")
+            result = await soon(broadcast([writer], b"C"))
+            assert list(result.failed) == [writer]
+            end.go.set()
+            done, _ = await asyncio.wait([task], timeout=20)
+            assert done, "still waiting"
+            task.exception()
+            await end.all()
+        errors.check()
+
+    run(main(), forced_loop_factory)
+
+
 def test_a_slow_tls_writer_is_reset(run, forced_loop_factory, contexts):
     async def main():
         errors = LoopErrors()

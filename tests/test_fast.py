@@ -427,6 +427,42 @@ def test_messages_leave_no_reference(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("view", [False, True])
+def test_what_is_queued_is_held_before_a_signal_handler_can_run(backend, view, monkeypatch):
+    """KeyboardInterrupt in the first line of Python behind the native call; the bytes are still sent."""
+
+    def interrupted(self, kept):
+        raise KeyboardInterrupt
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        a, b = socket.socketpair()
+        transport, _ = await loop.create_connection(Quiet, sock=a)
+        monkeypatch.setattr(type(transport), "_look", interrupted)
+        data = b"x" * 20_000_000
+        with pytest.raises(KeyboardInterrupt):
+            transport.write(memoryview(data) if view else data)
+        monkeypatch.undo()
+        before = len(loop._reactor.held)
+        assert before == 1
+        del data
+        gc.collect()
+        junk = [b"-" * 20_000_000 for _ in range(3)]
+        received = bytearray()
+        b.setblocking(False)
+        while len(received) < 20_000_000:
+            received += await loop.sock_recv(b, 1 << 20)
+        assert received.count(b"x") == 20_000_000
+        await asyncio.sleep(0)
+        assert not loop._reactor.held
+        del junk
+        transport.close()
+        b.close()
+
+    run(main(), backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_buffered_protocol_that_leaves_the_run_gets_the_rest_later(backend):
     got = bytearray()
 
@@ -568,6 +604,15 @@ def test_a_released_view_is_refused():
     view.release()
     with pytest.raises(BufferError, match="released"):
         _fast.Parts(view)
+
+
+def test_a_released_view_whose_memory_is_gone_is_refused():
+    # Fails when: the view's exporter is looked at, which a released view does not hold any more.
+    for _ in range(20):
+        view = memoryview(bytes(1 << 22))
+        view.release()
+        with pytest.raises(BufferError, match="released"):
+            _fast.Parts([view])
 
 
 def test_a_list_that_shrinks_while_it_is_locked():

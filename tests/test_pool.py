@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import mmap
 import os
@@ -605,3 +606,87 @@ def test_a_forked_child_has_the_pool_for_itself():
 def test_python_knows_the_limits_that_the_header_states():
     assert pool_module._MAX_REGION == 1 << 30
     assert sys.getsizeof(aiozc.BufferPool(size=1, count=1)) < 200
+
+
+def test_a_view_that_garbage_saves_keeps_its_buffer():
+    # Fails when: the buffer is given back by a finalizer, which the collector runs before `saved` is known.
+    saved = []
+
+    class Saves:
+        def __del__(self):
+            saved.append(self.view)
+
+    pool = aiozc.BufferPool(size=100, count=1)
+    garbage = Saves()
+    garbage.view = pool.acquire()
+    garbage.view[:5] = b"mine!"
+    garbage.me = garbage
+    del garbage
+    gc.collect()
+    assert bytes(saved[0][:5]) == b"mine!"
+    assert pool.free == 0
+    saved.clear()
+    gc.collect()
+    assert pool.free == 1
+
+
+def test_a_growing_pool_is_not_exhausted_before_its_limit():
+    for _ in range(20):
+        pool = aiozc.BufferPool(size=64, count=8, max_count=64)
+        wrong = []
+
+        barrier = threading.Barrier(8)
+
+        def work(pool=pool, wrong=wrong, barrier=barrier):
+            try:
+                views = [pool.acquire() for _ in range(8)]
+                assert len(views) == 8
+                barrier.wait(20)
+            except BaseException as exc:
+                wrong.append(exc)
+                barrier.abort()
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+
+
+def test_regions_dropped_in_another_thread_harm_nobody():
+    # Fails when: a place of the ring's table is emptied while a prepared request names it.
+    async def main():
+        pool = aiozc.BufferPool(size=64 * KIB, count=8)
+        stop = threading.Event()
+
+        def make_and_drop():
+            while not stop.is_set():
+                regions = [aiozc.Region(bytearray(4096)) for _ in range(4)]
+                for region in regions:
+                    region.close()
+
+        async with contextlib.AsyncExitStack() as stack:
+            peers = [await stack.enter_async_context(stalled(rcvbuf=None)) for _ in range(8)]
+            thread = threading.Thread(target=make_and_drop)
+            thread.start()
+            try:
+                for _ in range(40):
+                    extra = [asyncio.get_running_loop().register_buffer(bytearray(4096))]
+                    views = [pool.acquire() for _ in peers]
+                    ops = []
+                    for (_, writer), view in zip(peers, views, strict=True):
+                        view[:] = b"v" * 64 * KIB
+                        ops.append(writer.zc_submit(view))
+                    extra[0].close()
+                    for peer, _ in peers:
+                        assert set(await peer.take(64 * KIB)) == {ord("v")}
+                    for op in ops:
+                        await soon(op.released)
+                    del views, ops, view
+            finally:
+                stop.set()
+                thread.join()
+            assert stats().fixed_requests > 0
+
+    run(main())

@@ -652,3 +652,17 @@ def test_a_loop_that_closes_while_a_datagram_waits_leaves_nothing(loop_factory):
             runner.run(main())
         gc.collect()
         assert open_descriptors() == before
+
+
+def test_zc_timeout_is_not_for_sockets_of_the_caller(run, backend):
+    async def main():
+        with connected(sndbuf=SMALL_SNDBUF) as (peer, sock):
+            task = begin(sock, b"A" * MIB)
+            await asyncio.sleep(0.5)
+            assert not task.done()
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, 8) == bytes(8)
+            assert current().zc_stats().timeouts == 0
+            await soon(peer.take(MIB))
+            await soon(task)
+
+    aiozc.run(main(), backend=backend, adaptive=False, zc_threshold=0, zc_timeout=0.1)

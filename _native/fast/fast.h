@@ -5,7 +5,7 @@
  * It has no policy: whatever is not the common case is a call of the Python method that knows.
  * Files: module.c (names, errors), transport.c (base type of the transports, write), turn.c (one
  * turn of the loop, the walk over its events), schedule.c (call_soon), operation.c (what an
- * operation knows), parts.c (buffers locked for it).
+ * operation knows), parts.c (buffers locked for it), slot.c (a pool's buffer).
  *
  * Never: keeps a borrowed reference over a call into Python; lets an exception pass but SystemExit
  * and KeyboardInterrupt (turn.c reports the others as asyncio does).
@@ -100,10 +100,11 @@ int operation_finish(PyObject *op, int error, int path);
 
 size_t parts_bytes(PyObject *parts);
 azc_op *parts_queue(PyObject *parts, azc_conn *conn);
+const azc_iov *parts_first(PyObject *parts);
 
 extern PyObject *frozen_type; /* buffers.Frozen */
 extern PyObject *refuse;      /* buffers.refuse(obj, exc): raises what tells the remedy */
-extern PyType_Spec core_spec, parts_spec, scheduler_spec;
+extern PyType_Spec core_spec, parts_spec, scheduler_spec, slot_spec;
 
 /* Is the attribute true? -1: an exception. */
 int attr_true(PyObject *o, PyObject *name);

@@ -107,9 +107,10 @@ PyMODINIT_FUNC PyInit__fast(void)
     core_type = (PyTypeObject *)PyType_FromSpec(&core_spec);
     parts_type = (PyTypeObject *)PyType_FromSpec(&parts_spec);
     operation_base = (PyTypeObject *)PyType_FromSpec(&operation_spec);
-    PyObject *scheduler = PyType_FromSpec(&scheduler_spec);
-    if (!core_type || !parts_type || !operation_base || !scheduler ||
+    PyObject *scheduler = PyType_FromSpec(&scheduler_spec), *slot = PyType_FromSpec(&slot_spec);
+    if (!core_type || !parts_type || !operation_base || !scheduler || !slot ||
         PyModule_AddType(module, (PyTypeObject *)scheduler) < 0 ||
+        PyModule_AddType(module, (PyTypeObject *)slot) < 0 ||
         PyModule_AddType(module, operation_base) < 0 || PyModule_AddType(module, core_type) < 0 ||
         PyModule_AddType(module, parts_type) < 0) {
         Py_DECREF(module);

@@ -39,8 +39,9 @@ static PyObject *lock(PyObject *o, azc_iov *iov)
     }
     if (PyMemoryView_Check(o)) {
         Py_buffer *b = PyMemoryView_GET_BUFFER(o);
-        if (b->obj && plain_exporter(b->obj) && PyBuffer_IsContiguous(b, 'C') &&
-            !(((PyMemoryViewObject *)o)->flags & _Py_MEMORYVIEW_RELEASED)) {
+        /* The flag first: a released view does not hold b->obj any more. */
+        if (!(((PyMemoryViewObject *)o)->flags & _Py_MEMORYVIEW_RELEASED) && b->obj &&
+            plain_exporter(b->obj) && PyBuffer_IsContiguous(b, 'C')) {
             *iov = (azc_iov){b->buf, (size_t)b->len};
             return Py_NewRef(b->obj);
         }
@@ -144,6 +145,11 @@ size_t parts_bytes(PyObject *parts)
 azc_op *parts_queue(PyObject *parts, azc_conn *conn)
 {
     return api->submit(conn, ((Parts *)parts)->iov, (size_t)Py_SIZE(parts));
+}
+
+const azc_iov *parts_first(PyObject *parts)
+{
+    return ((Parts *)parts)->iov;
 }
 
 /* submit(transport) -> address of the azc_op, 0: no memory, nothing queued. */

@@ -233,7 +233,7 @@ static int happened(Core *self, const azc_event *e)
 /* 0: the exception that is set was told to the loop's handler. -1: it ends the run. */
 static int reported(Core *self, PyObject *handle)
 {
-    if (must_leave())
+    if (must_leave() || !handle)
         return -1;
     PyObject *exc = take_exception();
     PyObject *rc = PyObject_CallFunctionObjArgs(self->report, handle, exc, NULL);
@@ -467,10 +467,10 @@ static int wait_for(Core *self, int64_t ns)
 static int after_wait(Core *self, PyObject *loop, PyObject *ready, int fired)
 {
     if (fired > 0 && !(fired & ~(AZC_FIRED_EVENTS | AZC_FIRED_RELEASED))) {
+        self->n = fired & AZC_FIRED_EVENTS; /* first: the batch survives whatever happens */
+        self->i = 0;
         if (fired & AZC_FIRED_RELEASED && drop_released(self) < 0)
             return -1;
-        self->n = fired & AZC_FIRED_EVENTS;
-        self->i = 0;
         if (PyErr_CheckSignals() < 0)
             return -1; /* the batch waits for the next run */
         if (!self->n || !PyObject_Size(ready))

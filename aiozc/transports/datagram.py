@@ -214,7 +214,10 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
             size = len(keep)
             if segment_size is not None:
                 segment = self._segment(segment_size, size)
-            native = _zc_sendto_one(conn, keep, size, name, len(name), segment)
+
+            def put() -> Any:
+                return _zc_sendto_one(conn, keep, size, name, len(name), segment)
+
         else:
             if len(data) > _MAX_BUFFERS:
                 raise ValueError(
@@ -225,8 +228,11 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
             if segment_size is not None:
                 segment = self._segment(segment_size, sum(map(len, keep)))
             parts = ffi.new("azc_iov[]", [(part, len(part)) for part in keep])
-            native = lib.azc_zc_sendto(conn, parts, len(keep), name, len(name), segment)
-        op = self._reactor.admit(conn, native, keep, DatagramOperation)
+
+            def put() -> Any:
+                return lib.azc_zc_sendto(conn, parts, len(keep), name, len(name), segment)
+
+        op = self._reactor.queue(conn, keep, put, DatagramOperation)
         if conn.unsent > self._high_water:
             self._maybe_pause_protocol()
         return op

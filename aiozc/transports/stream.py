@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Union
 
 from .. import hooks
 from .._fast import Parts
-from .._reactor_c import ffi, lib
-from ..buffers import Frozen, export, immutable
+from .._reactor_c import lib
+from ..buffers import Frozen, immutable
 from ..operation import Operation, path_name
 from .base import NativeTransport, notify, os_error
 
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 TLS_RETRY_SECONDS = 0.005
 outstanding = lib.azc_conn_outstanding
-_native_write = lib.azc_write
-_from_buffer = ffi.from_buffer
 
 Sendable = Union["bytes", "bytearray", "memoryview", Frozen, Sequence[Any], Any]
 
@@ -309,48 +307,35 @@ class StreamTransport(NativeTransport):
 
     def _write(self, data: Any) -> None:
         """write() of what is not bytes, or on a transport that is not open any more."""
-        if type(data) is bytes:
-            kept: Any = data
-            by_reference = True
-        elif isinstance(data, (bytes, bytearray, memoryview)):
-            kept, by_reference = self._view(data)
-        elif type(data) is Frozen:
-            kept, by_reference = export(data), True
-        else:
+        if not isinstance(data, (bytes, bytearray, memoryview, Frozen)):
             raise TypeError(
                 f"data argument must be a bytes-like object, not {type(data).__name__!r}"
             )
+        # A subclass of bytes may have a buffer of its own making only from 3.12 on; it is copied.
+        by_reference = type(data) in (bytes, Frozen)
+        if isinstance(data, memoryview):
+            by_reference = immutable(data)
+            if not data.c_contiguous:
+                data, by_reference = data.tobytes(), True
+        kept = Parts(data)
         if self._eof:
             raise RuntimeError("Cannot call write() after write_eof()")
         if self._empty_waiter is not None:
             raise RuntimeError("unable to write; sendfile is in progress")
-        n = len(kept)
-        if not n:
+        if not kept.nbytes:
             return
         if self._conn_lost:
             if self._conn_lost >= hooks.constants.LOG_THRESHOLD_FOR_CONNLOST_WRITES:
                 logger.warning("socket.send() raised exception.")
             self._conn_lost += 1
             return
-        if _native_write(self._conn, kept, n, by_reference):
+        if self._put(kept, by_reference):
             self._look(kept)
 
-    @staticmethod
-    def _view(data: bytes | bytearray | memoryview) -> tuple[Any, bool]:
-        """What to hand to the native side, and whether nobody can change it."""
-        if isinstance(data, memoryview):
-            if not data.c_contiguous:
-                return data.tobytes(), True
-            # A view of our own: the caller may release his at once.
-            return _from_buffer(memoryview(data)), immutable(data)
-        # A subclass of bytes may have a buffer of its own making only from 3.12 on; it is copied.
-        return _from_buffer(data), False
-
     def _look(self, kept: Any) -> None:
-        """azc_write has something to say: hold the buffer, the queue is above high water, or an error."""
+        """azc_write has something to say: the queue is above high water, or an error; `kept` is held."""
         conn = self._conn
-        if token := conn.ref_token:
-            self._reactor.held[token] = kept
+        token = conn.ref_token
         if error := -conn.error:
             self._fatal_error(os_error(-error), "Fatal write error on socket transport")
         elif conn.unsent > self._high_water:
