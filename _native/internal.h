@@ -139,6 +139,7 @@ bool regions_any(void);
 uint64_t regions_epoch(void);
 bool region_by_id(uint64_t id, struct region *found);
 bool region_find(const void *p, size_t n, struct region *found);
+uint32_t regions_prefix(const struct iovec *iov, uint32_t n, struct region *found);
 
 static inline bool region_holds(const struct region *r, const void *p, size_t n)
 {

@@ -122,3 +122,14 @@ bool region_find(const void *p, size_t n, struct region *found)
     unlock();
     return is;
 }
+
+/* How many of the first parts lie in one region, which is told. */
+uint32_t regions_prefix(const struct iovec *iov, uint32_t n, struct region *found)
+{
+    if (!n || !region_find(iov->iov_base, iov->iov_len, found))
+        return 0;
+    uint32_t i = 1;
+    while (i < n && region_holds(found, iov[i].iov_base, iov[i].iov_len))
+        i++;
+    return i;
+}

@@ -153,20 +153,19 @@ static void match_region(struct conn *c, struct gathered *g, uint64_t *zc_bytes)
     struct sendq *q = &c->q;
     struct region found;
     uint64_t bytes = 0, zc = 0;
-    uint32_t n = 0, most = g->parts;
+    uint32_t n, most = g->parts;
     if (most > c->r->cfg.fixed_parts) {
         most = c->r->cfg.fixed_parts;
         if (q->iov[0].iov_len < REGION_CUT)
             return; /* one part a request: only large ones are worth it */
     }
-    if (!region_find(q->iov[0].iov_base, q->iov[0].iov_len, &found))
-        return;
-    for (; n < most && region_holds(&found, q->iov[n].iov_base, q->iov[n].iov_len); n++) {
-        bytes += q->iov[n].iov_len;
-        if (wants_zc(sendq_at(q, n)->op))
-            zc += q->iov[n].iov_len;
+    n = regions_prefix(q->iov, most, &found);
+    for (uint32_t i = 0; i < n; i++) {
+        bytes += q->iov[i].iov_len;
+        if (wants_zc(sendq_at(q, i)->op))
+            zc += q->iov[i].iov_len;
     }
-    if (n < g->parts && bytes < REGION_CUT)
+    if (!n || (n < g->parts && bytes < REGION_CUT))
         return;
     g->parts = n;
     g->bytes = bytes;

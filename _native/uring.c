@@ -575,8 +575,6 @@ static unsigned harvest(struct azc_reactor *r)
     return n;
 }
 
-/* ---- requests ---- */
-
 /* ---- regions ---- */
 
 static int put_region(struct uring *u, uint32_t at, const char *base, size_t len)
@@ -649,16 +647,6 @@ static void from_region(struct azc_reactor *r, struct io_uring_sqe *sqe, const s
     r->stats.fixed_requests++;
 }
 
-static bool region_of_all(const struct iovec *iov, size_t n, struct region *found)
-{
-    if (!n || !region_find(iov->iov_base, iov->iov_len, found))
-        return false;
-    for (size_t i = 1; i < n; i++)
-        if (!region_holds(found, iov[i].iov_base, iov[i].iov_len))
-            return false;
-    return true;
-}
-
 /* Asked for by name: a refusal of before may have been of a limit that was raised since. */
 static int uring_region(struct azc_reactor *r, uint64_t id)
 {
@@ -675,6 +663,8 @@ static int uring_region(struct azc_reactor *r, uint64_t id)
     int rc = region_index(u, &g);
     return rc < 0 ? rc : 0;
 }
+
+/* ---- requests ---- */
 
 static void set_ud(struct io_uring_sqe *sqe, unsigned type, uint64_t token)
 {
@@ -798,8 +788,8 @@ static bool send_datagrams(struct conn *c)
         }
         sqe->ioprio |= ZC_REPORT_USAGE;
         struct region region;
-        if (m->msg_iovlen <= r->cfg.fixed_parts && regions_any() &&
-            region_of_all(m->msg_iov, m->msg_iovlen, &region))
+        if (m->msg_iovlen && m->msg_iovlen <= r->cfg.fixed_parts && regions_any() &&
+            regions_prefix(m->msg_iov, (uint32_t)m->msg_iovlen, &region) == m->msg_iovlen)
             from_region(r, sqe, &region);
         set_ud(sqe, UD_REQ, q->slot.token);
         uring_of(r)->inflight++;

@@ -21,11 +21,13 @@ import termios
 from typing import TYPE_CHECKING, Any
 
 from ._fast import Parts
-from ._reactor_c import ffi, lib
+from ._reactor_c import lib
 from .operation import Operation, Result
+from .transports.base import linger_0
 
 if TYPE_CHECKING:
     from .loop import EventLoop
+    from .reactor import Reactor
     from .transports.stream import Sendable
 
 _SO_COOKIE = 57
@@ -69,6 +71,23 @@ async def sendall(loop: EventLoop, sock: socket.socket, data: Sendable) -> Resul
         raise
 
 
+def open_duplicate(reactor: Reactor, sock: Any, owner: Any) -> tuple[int, Any]:
+    """A duplicate of a stream socket's descriptor, and a connection on it that only sends."""
+    fd = os.dup(sock.fileno())
+    try:
+        # Family 0: the socket's options are its owner's business.
+        conn: Any = reactor.open(fd, lib.AZC_STREAM, owner, 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    conn.zc_ok = (
+        sock.family in (socket.AF_INET, socket.AF_INET6)
+        and reactor.backend == "uring"
+        and reactor.capabilities.zerocopy
+    )
+    return fd, conn
+
+
 class _Queue:
     """The native queue of one bare socket. It ends with its last operation, before anybody is told."""
 
@@ -89,32 +108,18 @@ class _Queue:
         self._reactor = reactor = loop._reactor
         self._cookie = cookie
         self._number = sock.fileno()  # the caller's
-        self._fd = os.dup(self._number)
         self._ops = 0
         self._now: tuple[int, int] | None = None  # how far it was when it was last looked at
         self._since = 0.0
-        try:
-            # Family 0: the socket's options are the caller's business.
-            self._conn: Any = reactor.open(self._fd, lib.AZC_STREAM, self, 0)
-        except BaseException:
-            os.close(self._fd)
-            raise
-        self._conn.zc_ok = (
-            sock.family in (socket.AF_INET, socket.AF_INET6)
-            and reactor.backend == "uring"
-            and reactor.capabilities.zerocopy
-        )
+        self._fd, self._conn = open_duplicate(reactor, sock, self)
         # zc_timeout resets, and this socket is not ours to reset.
         lib.azc_conn_timeout(self._conn, 0)
         reactor.bare[cookie] = self
         _watch(loop)
 
     def submit(self, keep: Parts) -> Operation:
-        conn = self._conn
         try:
-            op = self._reactor.queue(
-                conn, keep, lambda: ffi.cast("azc_op *", keep.submit_to(conn.address))
-            )
+            op = self._reactor.submit(self._conn, keep)
         except BaseException:
             if not self._ops:
                 self._end()
@@ -180,7 +185,7 @@ class _Queue:
         if self._conn is None or _same(self._number, self._fd):
             self._now = None
             return
-        far = int(self._conn.sent_pos), _unacked(self._fd)
+        far = int(self._conn.sent_pos), unacked(self._fd)
         if far != self._now:
             self._now, self._since = far, now
         elif now - self._since >= limit:
@@ -188,7 +193,7 @@ class _Queue:
             lib.azc_conn_abort(self._conn, -errno.ECONNABORTED)
             lib.azc_conn_quiesce(self._conn)
             if self._conn is not None:
-                _linger_0(self._fd)
+                linger_0(self._fd)
                 self._end()
 
 
@@ -200,19 +205,11 @@ def _same(a: int, b: int) -> bool:
         return False
 
 
-def _unacked(fd: int) -> int:
+def unacked(fd: int) -> int:
     try:
         return int(_INT.unpack(fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4)))[0])
     except OSError:
         return 0
-
-
-def _linger_0(fd: int) -> None:
-    sock = socket.socket(fileno=fd)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    finally:
-        sock.detach()
 
 
 def _watch(loop: EventLoop) -> None:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import socket
 from typing import TYPE_CHECKING, Any
 
-from ._reactor_c import ffi, lib
-from .bare import _linger_0, _unacked
+from ._fast import Parts
+from ._reactor_c import lib
+from .bare import open_duplicate, unacked
 from .operation import Operation
 from .standin import StandIn, StartTls, closing
+from .transports.base import linger_0
 
 if TYPE_CHECKING:
     from .attach import Attachment
@@ -35,18 +36,7 @@ class Stream:
         self._at = at
         self._reactor = reactor = at.reactor
         self._real = real
-        self._fd = os.dup(sock.fileno())
-        try:
-            # Family 0: the socket's options are the transport's business.
-            self._conn: Any = reactor.open(self._fd, lib.AZC_STREAM, self, 0)
-        except BaseException:
-            os.close(self._fd)
-            raise
-        self._conn.zc_ok = (
-            sock.family in (socket.AF_INET, socket.AF_INET6)
-            and reactor.backend == "uring"
-            and reactor.capabilities.zerocopy
-        )
+        self._fd, self._conn = open_duplicate(reactor, sock, self)
         self.queueing = False
         self._room: _Room | None = None  # while the queue is held
         self._held_size = self._idle_looks = 0
@@ -73,11 +63,7 @@ class Stream:
             raise OSError(-self._conn.error, os.strerror(-self._conn.error))
         self._take_over(writer)
         try:
-            op = self._reactor.queue(
-                self._conn,
-                keep,
-                lambda: ffi.cast("azc_op *", keep.submit_to(self._conn.address)),
-            )
+            op = self._reactor.submit(self._conn, keep)
         except BaseException:
             self._queued()
             raise
@@ -97,11 +83,13 @@ class Stream:
         kept = data if type(data) is bytes else bytes(data)
         if not kept:
             return
-        if lib.azc_write(self._conn, kept, len(kept), True):
-            if token := self._conn.ref_token:
-                self._reactor.held[token] = kept
-            elif not self._conn.error and self._conn.unsent <= self._conn.high:
-                raise MemoryError("aiozc: no memory to queue a write")
+        conn = self._conn
+        if (
+            Parts(kept).write_to(conn.address, self._reactor.held, True)
+            and not (conn.ref_token or conn.error)
+            and conn.unsent <= conn.high
+        ):
+            raise MemoryError("aiozc: no memory to queue a write")
         self._queued()
 
     def write_eof(self) -> None:
@@ -349,7 +337,7 @@ class Stream:
         if self._conn is None or not self._real.is_closing():
             self._far = None
             return
-        far = int(self._conn.sent_pos), _unacked(self._fd)
+        far = int(self._conn.sent_pos), unacked(self._fd)
         if far != self._far:
             self._far, self._since = far, now
         elif now - self._since >= limit:
@@ -357,7 +345,7 @@ class Stream:
             lib.azc_conn_quiesce(self._conn)
             self._give_back()
             if self._conn is not None:
-                _linger_0(self._fd)
+                linger_0(self._fd)
                 self._close_now()
 
 

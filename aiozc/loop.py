@@ -44,7 +44,7 @@ class _Dispatch(events.Handle):
         self._callback()  # type: ignore[attr-defined]
 
 
-_fast.bind_handle(events.Handle, asyncio.BaseEventLoop.call_soon)
+_fast.bind_handle(events.Handle, events.TimerHandle, asyncio.BaseEventLoop.call_soon)
 
 
 class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[misc]
@@ -71,9 +71,7 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
         # Whose descriptor is not for add_reader. Where asyncio has a WeakValueDictionary our transports take
         # themselves out, for a weak reference is one of the dearer things of a short connection.
         self._transports: dict[int, Any] = {}
-        self._reactor.handle = self._reactor.core.handle = _Dispatch(
-            self._reactor.core.dispatch, (), self, None
-        )
+        self._reactor.core.handle = _Dispatch(self._reactor.core.dispatch, (), self, None)
         hooks.patch_stream_writer()
 
     def _is_wakeup(self, fd: int) -> bool:
@@ -133,7 +131,7 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
         if event_list:
             super()._process_events(event_list)  # type: ignore[misc]
         if self._reactor.core.pending:
-            self._ready.append(self._reactor.handle)
+            self._ready.append(self._reactor.core.handle)
 
     def close(self) -> None:
         """As asyncio's; also waits, at most `zc_close_timeout` seconds, for the kernel to release memory.
@@ -147,7 +145,6 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
             return
         for listener in list(self._reactor.listeners.values()):
             listener.close()
-        pinned = self.zc_stats().pinned_bytes
         left = self._reactor.close()
         super().close()
         if left:

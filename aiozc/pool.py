@@ -18,7 +18,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from . import _fast
 from ._reactor_c import ffi, lib
@@ -64,7 +64,26 @@ def _register(reactor: Reactor, number: int) -> None:
         raise OSError(error, f"cannot register: {_REMEDY.get(error, os.strerror(error))}")
 
 
-class Region:
+class _Closing:
+    """`with` closes it."""
+
+    if TYPE_CHECKING:
+
+        def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Region(_Closing):
     """A caller's memory, registered. Made by `loop.register_buffer`; a context manager.
 
     The object is locked (a bytearray cannot be resized) until `close()`. After that, what was sent from
@@ -92,17 +111,6 @@ class Region:
         if number:
             lib.azc_region_drop(number)
             self._lock = None
-
-    def __enter__(self) -> Region:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if getattr(self, "_number", 0):  # 0, too, when __init__ raised
@@ -155,7 +163,7 @@ class _Segment:
             lib.azc_region_drop(self.number)
 
 
-class BufferPool:
+class BufferPool(_Closing):
     """Buffers of one size out of registered memory.
 
     size: bytes of a buffer. count: buffers at the start. max_count: the pool grows by `count` up to so
@@ -257,17 +265,6 @@ class BufferPool:
                 lib.azc_region_drop(number)
         self._segments.clear()
         self._free.clear()
-
-    def __enter__(self) -> BufferPool:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.free} of {self.count} free"

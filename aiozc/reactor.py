@@ -17,7 +17,6 @@ import ctypes
 import heapq
 import os
 import selectors
-from asyncio import events
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +90,6 @@ class Reactor:
         self.capabilities = can
         self.conns: dict[int, Any] = {}
         self.listeners: dict[int, Any] = {}  # by descriptor
-        self.handle: Any = None  # runs `dispatch`; made once by the loop
         self.woken = False  # there is a byte in the loop's wake-up socket
         self.bare: dict[int, Any] = {}  # by SO_COOKIE: see bare.py
         self.bare_watched = False  # its timer runs
@@ -111,8 +109,6 @@ class Reactor:
             self.conns,
             self.held,
             hooks.report_callback_error,
-            events.Handle,
-            events.TimerHandle,
             heapq.heappop,
             MAX_WAIT,
         )
@@ -198,6 +194,10 @@ class Reactor:
         op = self.admit(conn, native, keep, kind)
         del self.held[mark]
         return op
+
+    def submit(self, conn: Any, parts: _fast.Parts) -> Operation:
+        """Queue locked buffers on a connection that has no transport of ours."""
+        return self.queue(conn, parts, lambda: ffi.cast("azc_op *", parts.submit_to(conn.address)))
 
     def admit(
         self, conn: Any, native: Any, keep: Any, kind: type[Operation] = Operation

@@ -359,6 +359,16 @@ def live_operations() -> int:
     return sum(type(thing).__name__ == "Operation" for thing in gc.get_objects())
 
 
+def locked(buffer: bytearray) -> bool:
+    """Does anything export it?"""
+    try:
+        buffer.append(0)
+    except BufferError:
+        return True
+    buffer.pop()
+    return False
+
+
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 

@@ -127,6 +127,31 @@ def test_everything_keeps_its_order(go: Runner, family: socket.AddressFamily) ->
     go(main())
 
 
+def test_what_is_written_is_held_before_a_signal_handler_can_run(
+    go: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Fails when: the bytes are held by a line of Python behind the native call.
+    async def main() -> None:
+        async with stalled(sndbuf=SMALL_SNDBUF) as (peer, writer):
+            op = aiozc.zc_submit(writer, filled(1, MIB))
+            (stream,) = attachment().streams.values()
+
+            def interrupted(self: Any) -> None:
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(type(stream), "_queued", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                writer.write(bytes(filled(2, 8 * MIB)))
+            monkeypatch.undo()
+            gc.collect()
+            junk = [bytes(filled(3, 8 * MIB)) for _ in range(3)]
+            assert_stream(await peer.take(9 * MIB), [(1, MIB), (2, 8 * MIB)])
+            del junk
+            await soon(op)
+
+    go(main())
+
+
 def test_what_is_changed_after_write_is_not_seen(go: Runner) -> None:
     async def main() -> None:
         async with stalled(sndbuf=SMALL_SNDBUF) as (peer, writer):

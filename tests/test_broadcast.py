@@ -31,6 +31,7 @@ from support import (
     assert_stream,
     eventually,
     in_thread,
+    locked,
     soon,
     stalled,
     tls_contexts,
@@ -45,15 +46,6 @@ A, B, C, X = b"ABCX"
 def level(writer: Any) -> int:
     """Unsent and pinned bytes, as broadcast counts them."""
     return int(aiozc.transports.stream.outstanding(writer.transport._conn))
-
-
-def locked(buffer: bytearray) -> bool:
-    try:
-        buffer.append(0)
-    except BufferError:
-        return True
-    buffer.pop()
-    return False
 
 
 async def peers(stack: AsyncExitStack, n: int, **kwargs: Any) -> list[tuple[StalledReader, Any]]:

@@ -6,7 +6,6 @@ import array
 import asyncio
 import contextvars
 import gc
-import heapq
 import mmap
 import socket
 import sys
@@ -642,4 +641,4 @@ def test_handles_must_have_slots():
         _callback = _args = _context = _cancelled = None
 
     with pytest.raises(TypeError, match="slot"):
-        _fast.Core(1, 1, 1, 1, {}, {}, print, Handle, Handle, heapq.heappop, 1.0)
+        _fast.bind_handle(Handle, Handle, print)

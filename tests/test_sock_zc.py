@@ -30,6 +30,7 @@ from support import (
     assert_stream,
     eventually,
     in_thread,
+    locked,
     open_descriptors,
     plain_python,
     soon,
@@ -58,15 +59,6 @@ def connected(
 ) -> Iterator[tuple[StalledReader, socket.socket]]:
     with StalledReader(family=family) as peer, peer.connect(sndbuf=sndbuf) as sock:
         yield peer, sock
-
-
-def locked(buffer: bytearray) -> bool:
-    try:
-        buffer.append(0)
-    except BufferError:
-        return True
-    buffer.pop()
-    return False
 
 
 def descriptors_of(sock: socket.socket) -> int:

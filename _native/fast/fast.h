@@ -49,7 +49,6 @@ extern const azc_api *api; /* the reactor's functions; set once by bind() */
     X(_on_accept)                                                                                  \
     X(_on_datagram)                                                                                \
     X(_on_sent)                                                                                    \
-    X(_finish)                                                                                     \
     X(_look)                                                                                       \
     X(_wake)                                                                                       \
     X(_loop)                                                                                       \
@@ -100,7 +99,7 @@ int operation_finish(PyObject *op, int error, int path);
 
 size_t parts_bytes(PyObject *parts);
 azc_op *parts_queue(PyObject *parts, azc_conn *conn);
-const azc_iov *parts_first(PyObject *parts);
+int hold(PyObject *held, const azc_conn *conn, PyObject *data);
 
 extern PyObject *frozen_type; /* buffers.Frozen */
 extern PyObject *refuse;      /* buffers.refuse(obj, exc): raises what tells the remedy */
@@ -111,7 +110,21 @@ int attr_true(PyObject *o, PyObject *name);
 
 /* ---- schedule.c ---- */
 
-int slot_offset(PyTypeObject *type, const char *name, Py_ssize_t *offset);
+/* asyncio's Handle and TimerHandle, and Handle._run as it was at import: somebody may have put
+ * another in its place. */
+extern PyTypeObject *handle_type, *timer_type;
+extern PyObject *handle_run;
+enum {
+    HANDLE_CALLBACK,
+    HANDLE_ARGS,
+    HANDLE_CANCELLED,
+    HANDLE_LOOP,
+    HANDLE_TRACEBACK,
+    HANDLE_REPR,
+    HANDLE_CONTEXT,
+    HANDLE_SLOTS
+};
+PyObject *handle_slot(PyObject *handle, int slot); /* borrowed */
 PyObject *bind_handle(PyObject *module, PyObject *args);
 
 extern PyTypeObject *core_type, *parts_type;

@@ -74,7 +74,7 @@ static PyMethodDef functions[] = {
      "The address of azc_api, buffers.Frozen, buffers.refuse, aiozc.Operation. Called once, at "
      "import."},
     {"bind_handle", bind_handle, METH_VARARGS,
-     "asyncio's Handle and BaseEventLoop.call_soon. Called once, at import."},
+     "asyncio's Handle, TimerHandle and BaseEventLoop.call_soon. Called once, at import."},
     {"transport_base", transport_base, METH_O,
      "A class with the given bases and the native fields of a transport."},
     {NULL, NULL, 0, NULL},

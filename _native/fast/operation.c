@@ -5,9 +5,9 @@
  * (operation.py, with the state table). While `native` is set the truth is there; it is taken over
  * when the event that ends the operation comes, for the slot goes to somebody else.
  *
- * Never: lets go of `keep`, the locked buffers, but in _finish and _withdrawn; not in tp_clear
- * either: a pinned operation is in the reactor's `held`, which the collector never takes apart, and
- * this does not rely on it.
+ * Never: lets go of `keep`, the locked buffers, but in operation_finish and _withdraw; not in
+ * tp_clear either: a pinned operation is in the reactor's `held`, which the collector never takes
+ * apart, and this does not rely on it.
  */
 #include "fast.h"
 
@@ -98,15 +98,6 @@ int operation_finish(PyObject *o, int error, int path)
     PyObject *rc = call1(o, n__wake, Py_False);
     Py_XDECREF(rc);
     return rc ? 0 : -1;
-}
-
-static PyObject *op_finish(Op *self, PyObject *args)
-{
-    int error, path;
-    if (!PyArg_ParseTuple(args, "ii", &error, &path) ||
-        operation_finish((PyObject *)self, error, path) < 0)
-        return NULL;
-    Py_RETURN_NONE;
 }
 
 static PyObject *op_part(Op *self, PyObject *ignored)
@@ -203,7 +194,6 @@ static void op_dealloc(Op *self)
 static PyMethodDef op_methods[] = {
     {"_start", (PyCFunction)op_start, METH_VARARGS,
      "(loop, reactor, address of the azc_conn, of the azc_op, what keeps the buffers locked)"},
-    {"_finish", (PyCFunction)op_finish, METH_VARARGS, "(errno or 0, path) of the event RELEASED."},
     {"_part_from_native", (PyCFunction)op_part, METH_NOARGS,
      "Take over what the native side knows; its slot goes to somebody else."},
     {"_withdraw", (PyCFunction)op_withdraw, METH_NOARGS,

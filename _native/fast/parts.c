@@ -147,9 +147,18 @@ azc_op *parts_queue(PyObject *parts, azc_conn *conn)
     return api->submit(conn, ((Parts *)parts)->iov, (size_t)Py_SIZE(parts));
 }
 
-const azc_iov *parts_first(PyObject *parts)
+/* After a write: what the native side reads from now on is held. In the call that queued it, before
+ * the next line of Python runs, for a signal handler may raise there. */
+int hold(PyObject *held, const azc_conn *conn, PyObject *data)
 {
-    return ((Parts *)parts)->iov;
+    if (!conn->ref_token)
+        return 0;
+    PyObject *token = PyLong_FromUnsignedLongLong(conn->ref_token);
+    int rc = token ? PyDict_SetItem(held, token, data) : -1;
+    Py_XDECREF(token);
+    if (rc < 0)
+        Py_INCREF(data); /* kept for good: better than read after it is freed */
+    return rc;
 }
 
 /* submit(transport) -> address of the azc_op, 0: no memory, nothing queued. */
@@ -168,6 +177,24 @@ static PyObject *parts_submit_to(Parts *self, PyObject *address)
     if (!conn)
         return PyErr_Occurred() ? NULL : (PyErr_SetString(PyExc_ValueError, "no connection"), NULL);
     return PyLong_FromVoidPtr(api->submit(conn, self->iov, (size_t)Py_SIZE(self)));
+}
+
+/* write_to(address of an azc_conn, reactor.held, by_reference): azc_write of one locked buffer.
+ * True: there is something to look at. */
+static PyObject *parts_write_to(Parts *self, PyObject *args)
+{
+    unsigned long long address;
+    PyObject *held;
+    int by_reference, rc;
+    if (!PyArg_ParseTuple(args, "KO!p:write_to", &address, &PyDict_Type, &held, &by_reference))
+        return NULL;
+    azc_conn *conn = (azc_conn *)(uintptr_t)address;
+    Py_BEGIN_ALLOW_THREADS;
+    rc = api->write(conn, self->iov->base, self->iov->len, by_reference);
+    Py_END_ALLOW_THREADS;
+    if (rc && hold(held, conn, (PyObject *)self) < 0)
+        return NULL;
+    return PyBool_FromLong(rc);
 }
 
 static PyObject *parts_copies(Parts *self, PyObject *ignored)
@@ -194,6 +221,8 @@ static PyMethodDef parts_methods[] = {
     {"submit", (PyCFunction)parts_submit, METH_O,
      "Queue them as one operation; the address of its azc_op, or 0: no memory, nothing queued."},
     {"submit_to", (PyCFunction)parts_submit_to, METH_O, "The same, by the address of an azc_conn."},
+    {"write_to", (PyCFunction)parts_write_to, METH_VARARGS,
+     "(address of an azc_conn, reactor.held, by_reference): queue one buffer as a plain write."},
     {"copies", (PyCFunction)parts_copies, METH_NOARGS, "Of each part that is not empty, as bytes."},
     {NULL, NULL, 0, NULL},
 };

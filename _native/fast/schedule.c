@@ -10,16 +10,16 @@
 #include <descrobject.h>
 #include <structmember.h>
 
-static PyTypeObject *handle_type;
+PyTypeObject *handle_type, *timer_type;
+PyObject *handle_run;
 static PyObject *asyncios; /* BaseEventLoop.call_soon */
 
 static const char *const slot_names[] = {"_callback",         "_args", "_cancelled", "_loop",
                                          "_source_traceback", "_repr", "_context"};
-enum { CALLBACK, ARGS, CANCELLED, LOOP, TRACEBACK, REPR, CONTEXT, SLOTS };
-static Py_ssize_t at[SLOTS];
+static Py_ssize_t at[HANDLE_SLOTS];
 
 /* The offset of a slot of a Python class. */
-int slot_offset(PyTypeObject *type, const char *name, Py_ssize_t *offset)
+static int slot_offset(PyTypeObject *type, const char *name, Py_ssize_t *offset)
 {
     PyObject *d = PyObject_GetAttrString((PyObject *)type, name);
     int is = d && Py_IS_TYPE(d, &PyMemberDescr_Type);
@@ -31,19 +31,36 @@ int slot_offset(PyTypeObject *type, const char *name, Py_ssize_t *offset)
     return is ? 0 : -1;
 }
 
-/* bind_handle(Handle, BaseEventLoop.call_soon): called once, at import. */
+/* bind_handle(Handle, TimerHandle, BaseEventLoop.call_soon): called once, at import. TimerHandle
+ * derives from Handle and has its slots where that has them. */
 PyObject *bind_handle(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *type, *call_soon;
-    if (!PyArg_ParseTuple(args, "O!O:bind_handle", &PyType_Type, &type, &call_soon))
+    PyObject *type, *timer, *call_soon;
+    Py_ssize_t found[HANDLE_SLOTS];
+    if (!PyArg_ParseTuple(args, "O!O!O:bind_handle", &PyType_Type, &type, &PyType_Type, &timer,
+                          &call_soon))
         return NULL;
-    for (int i = 0; i < SLOTS; i++)
-        if (slot_offset((PyTypeObject *)type, slot_names[i], &at[i]) < 0)
+    for (int i = 0; i < HANDLE_SLOTS; i++)
+        if (slot_offset((PyTypeObject *)type, slot_names[i], &found[i]) < 0)
             return NULL;
+    PyObject *run = PyDict_GetItemWithError(((PyTypeObject *)type)->tp_dict, n__run);
+    if (!run) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "asyncio's Handle has no _run");
+        return NULL;
+    }
+    memcpy(at, found, sizeof at);
+    Py_XSETREF(handle_run, Py_NewRef(run));
     Py_XSETREF(handle_type, (PyTypeObject *)Py_NewRef(type));
+    Py_XSETREF(timer_type, (PyTypeObject *)Py_NewRef(timer));
     Py_XSETREF(asyncios, Py_NewRef(call_soon));
     Py_RETURN_NONE;
+}
+
+PyObject *handle_slot(PyObject *handle, int slot)
+{
+    return *(PyObject **)((char *)handle + at[slot]);
 }
 
 static void set_slot(PyObject *handle, int slot, PyObject *value)
@@ -63,13 +80,13 @@ static PyObject *new_handle(PyObject *loop, PyObject *context, PyObject *const *
     }
     for (Py_ssize_t i = 1; i < n; i++)
         PyTuple_SET_ITEM(rest, i - 1, Py_NewRef(args[i]));
-    set_slot(handle, CALLBACK, Py_NewRef(args[0]));
-    set_slot(handle, ARGS, rest);
-    set_slot(handle, CANCELLED, Py_NewRef(Py_False));
-    set_slot(handle, LOOP, Py_NewRef(loop));
-    set_slot(handle, TRACEBACK, Py_NewRef(Py_None));
-    set_slot(handle, REPR, Py_NewRef(Py_None));
-    set_slot(handle, CONTEXT, context);
+    set_slot(handle, HANDLE_CALLBACK, Py_NewRef(args[0]));
+    set_slot(handle, HANDLE_ARGS, rest);
+    set_slot(handle, HANDLE_CANCELLED, Py_NewRef(Py_False));
+    set_slot(handle, HANDLE_LOOP, Py_NewRef(loop));
+    set_slot(handle, HANDLE_TRACEBACK, Py_NewRef(Py_None));
+    set_slot(handle, HANDLE_REPR, Py_NewRef(Py_None));
+    set_slot(handle, HANDLE_CONTEXT, context);
     return handle;
 }
 

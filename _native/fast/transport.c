@@ -76,18 +76,6 @@ static void dealloc(PyObject *self)
     Py_DECREF(type);
 }
 
-/* The native side reads `data` from now on. In the call that queued it: before the first line of
- * Python runs, for a signal handler may raise there. */
-static int hold(struct fields *f, PyObject *data)
-{
-    PyObject *token = PyLong_FromUnsignedLongLong(f->conn->ref_token);
-    int rc = token ? PyDict_SetItem(f->held, token, data) : -1;
-    Py_XDECREF(token);
-    if (rc < 0)
-        Py_INCREF(data); /* kept for good: better than read after it is freed */
-    return rc;
-}
-
 /* write(data): what nearly every call is, bytes on an open transport, is queued here. */
 static PyObject *tr_write(PyObject *self, PyObject *data)
 {
@@ -106,30 +94,9 @@ static PyObject *tr_write(PyObject *self, PyObject *data)
     }
     if (!rc)
         Py_RETURN_NONE;
-    if (f->conn && f->conn->ref_token && hold(f, data) < 0)
+    if (f->conn && hold(f->held, f->conn, data) < 0)
         return NULL;
     return call1(self, n__look, data);
-}
-
-/* _put(parts, by_reference): azc_write of one locked buffer, held if it is sent by reference. True:
- * _look has to. */
-static PyObject *tr_put(PyObject *self, PyObject *args)
-{
-    struct fields *f = fields_of(self);
-    PyObject *parts;
-    int by_reference, rc;
-    if (!PyArg_ParseTuple(args, "O!p:_put", parts_type, &parts, &by_reference))
-        return NULL;
-    azc_conn *conn = conn_of_transport(self);
-    if (!conn)
-        return NULL;
-    const azc_iov *iov = parts_first(parts);
-    Py_BEGIN_ALLOW_THREADS;
-    rc = api->write(conn, iov->base, iov->len, by_reference);
-    Py_END_ALLOW_THREADS;
-    if (rc && conn->ref_token && hold(f, parts) < 0)
-        return NULL;
-    return PyBool_FromLong(rc);
 }
 
 /* The Operation for locked buffers, queued and held. NULL: an exception, and nothing is queued. */
@@ -216,7 +183,6 @@ static PyMethodDef methods[] = {
      "TypeError: not bytes-like. On a lost connection it does nothing, as asyncio's."},
     {"zc_write", tr_zc_write, METH_O,
      "Queue a buffer, or a list of buffers, zero-copy; its Operation. See StreamWriter.zc_submit."},
-    {"_put", tr_put, METH_VARARGS, "(parts, by_reference): queue one locked buffer."},
     {"_bind", tr_bind, METH_VARARGS, "(address of the transport's azc_conn, reactor.held)"},
     {"_unbind", tr_unbind, METH_NOARGS, "The connection is about to be closed. Idempotent."},
     {NULL, NULL, 0, NULL},

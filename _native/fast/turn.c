@@ -24,18 +24,9 @@ typedef struct {
     PyObject *report;       /* report(handle, exc): as Handle._run tells an exception */
     PyObject *heappop;
     double longest; /* seconds that one turn may sleep */
-    /* asyncio's Handle and TimerHandle, and where their slots lie. */
-    PyTypeObject *plain, *timer;
-    PyObject *plain_run; /* their _run; somebody may have put another in its place */
-    Py_ssize_t at_callback, at_args, at_context, at_cancelled;
-    int n, i; /* the batch, and what of it was handed out */
+    int n, i;       /* the batch, and what of it was handed out */
     char running;
 } Core;
-
-static PyObject *slot_at(PyObject *o, Py_ssize_t offset)
-{
-    return *(PyObject **)((char *)o + offset);
-}
 
 /* ---- events ---- */
 
@@ -155,25 +146,16 @@ static PyObject *look_up(PyObject *where, uint64_t token, int take)
 
 static int received(Core *self, const azc_event *e)
 {
-    PyObject *owner = api->owner(self->r, e->token);
+    PyObject *transport = api->owner(self->r, e->token);
+    PyObject *owner = transport ? Py_NewRef(transport) : look_up(self->conns, e->token, 0);
+    if (!owner) /* closed */
+        return PyErr_Occurred() ? -1 : 0;
+    struct fields *f = transport ? fields_of(transport) : NULL;
     size_t start = e->arg * self->stride;
     int rc;
-    if (!owner) { /* it has no transport, or is closed */
-        owner = look_up(self->conns, e->token, 0);
-        if (!owner)
-            return PyErr_Occurred() ? -1 : 0;
-        PyObject *done = call_ints(owner, n__on_recv, e->res, (long)start);
-        Py_DECREF(owner);
-        Py_XDECREF(done);
-        return done ? 0 : -1;
-    }
-    Py_INCREF(owner);
-    struct fields *f = fields_of(owner);
-    if (e->res > 0 && f->fast) {
-        PyObject *protocol = f->protocol, *context = f->context;
+    if (e->res > 0 && f && f->fast) {
+        PyObject *protocol = Py_NewRef(f->protocol), *context = Py_NewRef(f->context);
         const char *p = self->memory + start;
-        Py_INCREF(protocol);
-        Py_INCREF(context);
         rc = f->fast == FAST_DATA ? deliver_bytes(owner, protocol, context, p, e->res)
                                   : deliver_buffer(owner, protocol, context, p, e->res, start);
         Py_DECREF(protocol);
@@ -196,8 +178,6 @@ static PyObject *hand_out(Core *self, const azc_event *e, PyObject *to)
         return call_ints(to, n__on_datagram, e->res, (long)(e->arg * self->stride));
     case AZC_EV_SENT:
         return PyObject_CallMethodNoArgs(to, n__on_sent);
-    case AZC_EV_RELEASED:
-        return call_ints(to, n__finish, e->res, e->arg);
     default: {
         PyObject *fd = PyLong_FromLong(e->res), *rc = fd ? call1(to, n__on_accept, fd) : NULL;
         Py_XDECREF(fd);
@@ -219,7 +199,7 @@ static int happened(Core *self, const azc_event *e)
             close(e->res); /* accepted for a listener that is gone */
         return 0;
     }
-    if (e->kind == AZC_EV_RELEASED && PyObject_TypeCheck(to, operation_base)) {
+    if (e->kind == AZC_EV_RELEASED) { /* of an operation: plain writes have no event */
         int ended = operation_finish(to, e->res, e->arg);
         Py_DECREF(to);
         return ended;
@@ -304,9 +284,9 @@ static PyObject *core_drop_released(Core *self, PyObject *ignored)
 
 static int call_handle(Core *self, PyObject *handle)
 {
-    PyObject *context = Py_XNewRef(slot_at(handle, self->at_context));
-    PyObject *callback = Py_XNewRef(slot_at(handle, self->at_callback));
-    PyObject *args = Py_XNewRef(slot_at(handle, self->at_args));
+    PyObject *context = Py_XNewRef(handle_slot(handle, HANDLE_CONTEXT));
+    PyObject *callback = Py_XNewRef(handle_slot(handle, HANDLE_CALLBACK));
+    PyObject *args = Py_XNewRef(handle_slot(handle, HANDLE_ARGS));
     PyObject *rc = NULL;
     if (PyContext_Enter(context) == 0) {
         rc = PyObject_Vectorcall(callback, &PyTuple_GET_ITEM(args, 0),
@@ -325,13 +305,13 @@ static int call_handle(Core *self, PyObject *handle)
 /* As Handle._run does, where the handle is asyncio's own and its _run is, too. */
 static int run_handle(Core *self, PyObject *handle, int known)
 {
-    if (known && (Py_IS_TYPE(handle, self->plain) || Py_IS_TYPE(handle, self->timer))) {
-        if (slot_at(handle, self->at_cancelled) == Py_True)
+    if (known && (Py_IS_TYPE(handle, handle_type) || Py_IS_TYPE(handle, timer_type))) {
+        if (handle_slot(handle, HANDLE_CANCELLED) == Py_True)
             return 0;
-        PyObject *args = slot_at(handle, self->at_args);
-        if (args && PyTuple_CheckExact(args) && slot_at(handle, self->at_callback) &&
-            slot_at(handle, self->at_context) &&
-            PyContext_CheckExact(slot_at(handle, self->at_context)))
+        PyObject *args = handle_slot(handle, HANDLE_ARGS);
+        if (args && PyTuple_CheckExact(args) && handle_slot(handle, HANDLE_CALLBACK) &&
+            handle_slot(handle, HANDLE_CONTEXT) &&
+            PyContext_CheckExact(handle_slot(handle, HANDLE_CONTEXT)))
             return call_handle(self, handle);
     }
     PyObject *cancelled = PyObject_GetAttr(handle, n__cancelled);
@@ -348,7 +328,7 @@ static int run_ready(Core *self, PyObject *ready, Py_ssize_t n)
 {
     if (!n)
         return 0;
-    int known = PyDict_GetItemWithError(self->plain->tp_dict, n__run) == self->plain_run;
+    int known = PyDict_GetItemWithError(handle_type->tp_dict, n__run) == handle_run;
     if (!known && PyErr_Occurred())
         return -1;
     while (n-- > 0) {
@@ -481,20 +461,15 @@ static int after_wait(Core *self, PyObject *loop, PyObject *ready, int fired)
     }
     if (PyErr_CheckSignals() < 0 && fired <= 0)
         return -1;
-    if (PyErr_Occurred()) { /* keep what fired, then let the signal's exception go */
-        PyObject *exc = take_exception();
-        PyObject *n = PyLong_FromLong(fired), *rc = n ? call1(loop, n__fired, n) : NULL;
-        Py_XDECREF(n);
-        Py_XDECREF(rc);
-        if (rc)
-            PyErr_SetObject((PyObject *)Py_TYPE(exc), exc);
-        Py_XDECREF(exc);
-        return -1;
-    }
-    PyObject *n = PyLong_FromLong(fired), *rc = n ? call1(loop, n__fired, n) : NULL;
+    PyObject *exc = PyErr_Occurred() ? take_exception() : NULL; /* first keep what fired */
+    PyObject *n = PyLong_FromLong(fired), *kept = n ? call1(loop, n__fired, n) : NULL;
+    int rc = kept && !exc ? 0 : -1;
+    if (kept && exc)
+        PyErr_SetObject((PyObject *)Py_TYPE(exc), exc);
     Py_XDECREF(n);
-    Py_XDECREF(rc);
-    return rc ? 0 : -1;
+    Py_XDECREF(kept);
+    Py_XDECREF(exc);
+    return rc;
 }
 
 static int turn(Core *self, PyObject *loop, PyObject *scheduled, PyObject *ready)
@@ -567,14 +542,13 @@ static PyObject *core_turn(Core *self, PyObject *const *args, Py_ssize_t n_args)
 
 static int core_init(Core *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"reactor", "events", "memory", "stride",  "conns",   "held",
-                            "report",  "plain",  "timer",  "heappop", "longest", NULL};
+    static char *names[] = {"reactor", "events", "memory",  "stride",  "conns",
+                            "held",    "report", "heappop", "longest", NULL};
     unsigned long long r, events, memory, stride;
-    PyObject *conns, *held, *report, *heappop, *plain, *timer;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKKKO!O!OO!O!Od", names, &r, &events, &memory,
+    PyObject *conns, *held, *report, *heappop;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKKKO!O!OOd", names, &r, &events, &memory,
                                      &stride, &PyDict_Type, &conns, &PyDict_Type, &held, &report,
-                                     &PyType_Type, &plain, &PyType_Type, &timer, &heappop,
-                                     &self->longest))
+                                     &heappop, &self->longest))
         return -1;
     self->r = (azc_reactor *)(uintptr_t)r;
     self->events = (azc_event *)(uintptr_t)events;
@@ -584,20 +558,6 @@ static int core_init(Core *self, PyObject *args, PyObject *kwargs)
     Py_XSETREF(self->held, Py_NewRef(held));
     Py_XSETREF(self->report, Py_NewRef(report));
     Py_XSETREF(self->heappop, Py_NewRef(heappop));
-    Py_XSETREF(self->plain, (PyTypeObject *)Py_NewRef(plain));
-    Py_XSETREF(self->timer, (PyTypeObject *)Py_NewRef(timer));
-    if (slot_offset(self->plain, "_callback", &self->at_callback) < 0 ||
-        slot_offset(self->plain, "_args", &self->at_args) < 0 ||
-        slot_offset(self->plain, "_context", &self->at_context) < 0 ||
-        slot_offset(self->plain, "_cancelled", &self->at_cancelled) < 0)
-        return -1;
-    PyObject *run = PyDict_GetItemWithError(self->plain->tp_dict, n__run);
-    if (!run) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "asyncio's Handle has no _run");
-        return -1;
-    }
-    Py_XSETREF(self->plain_run, Py_NewRef(run));
     return 0;
 }
 
@@ -609,9 +569,6 @@ static int core_traverse(Core *self, visitproc visit, void *arg)
     Py_VISIT(self->handle);
     Py_VISIT(self->report);
     Py_VISIT(self->heappop);
-    Py_VISIT(self->plain);
-    Py_VISIT(self->timer);
-    Py_VISIT(self->plain_run);
     return 0;
 }
 
@@ -624,9 +581,6 @@ static int core_clear(Core *self)
     Py_CLEAR(self->handle);
     Py_CLEAR(self->report);
     Py_CLEAR(self->heappop);
-    Py_CLEAR(self->plain);
-    Py_CLEAR(self->timer);
-    Py_CLEAR(self->plain_run);
     return 0;
 }
 

@@ -14,6 +14,7 @@ import contextvars
 import errno
 import os
 import socket
+import struct
 import warnings
 from asyncio import futures, trsock
 from asyncio.log import logger
@@ -33,6 +34,15 @@ notify = lib.azc_conn_notify
 def os_error(res: int) -> OSError:
     """For a negative errno: the subclass that asyncio would raise."""
     return OSError(-res, os.strerror(-res))
+
+
+def linger_0(fd: int) -> None:
+    """Closing the socket resets it, and destroys what the peer has not read."""
+    sock = socket.socket(fileno=fd)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    finally:
+        sock.detach()
 
 
 def _name(ask: Callable[[], Any]) -> Any:

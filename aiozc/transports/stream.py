@@ -21,7 +21,6 @@ import collections
 import contextvars
 import errno
 import socket
-import struct
 from asyncio.log import logger
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from .._fast import Parts
 from .._reactor_c import lib
 from ..buffers import Frozen, immutable
 from ..operation import Operation, path_name
-from .base import NativeTransport, notify, os_error
+from .base import NativeTransport, linger_0, notify, os_error
 
 if TYPE_CHECKING:
     from ..loop import EventLoop
@@ -329,7 +328,7 @@ class StreamTransport(NativeTransport):
                 logger.warning("socket.send() raised exception.")
             self._conn_lost += 1
             return
-        if self._put(kept, by_reference):
+        if kept.write_to(self._conn.address, self._reactor.held, by_reference):
             self._look(kept)
 
     def _look(self, kept: Any) -> None:
@@ -512,7 +511,7 @@ class StreamTransport(NativeTransport):
         # gives up whatever it does for this socket.
         lib.azc_conn_abort(self._conn, -errno.ECONNABORTED)
         lib.azc_conn_quiesce(self._conn)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        linger_0(self._sock_fd)
         self._force_close(None)
 
     def _stopped(self) -> None:
