@@ -17,7 +17,7 @@ from asyncio import events
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import _fast, bare, hooks
+from . import _fast, bare, checked, hooks
 from .capabilities import choose
 from .pool import Region, register_buffer
 from .reactor import Reactor, ReactorSelector
@@ -76,6 +76,11 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
 
     def _is_wakeup(self, fd: int) -> bool:
         return self._ssock is not None and fd == self._ssock.fileno()
+
+    def set_debug(self, enabled: bool) -> None:
+        super().set_debug(enabled)
+        if enabled:
+            checked.watch()
 
     # -- waking --
     #

@@ -47,6 +47,9 @@ class Settings:
         kernel accepts none of them and the peer acknowledges none. Then it is reset as by `zc_reset`:
         its operations fail with TimeoutError, and so does the connection. However slowly a peer reads, it
         is spared. What the kernel holds in a copy of its own is TCP_USER_TIMEOUT's. None: never.
+    zc_check: compare the memory of each operation, and of `write(aiozc.frozen(...))`, at its release with
+        what it was at the call. If somebody wrote to it, the loop's exception handler is told, with the stack
+        of the call; the bytes cannot be called back. Costs two check sums a byte. None: in debug mode.
     max_request: bytes that one request gathers at most; bounds what it pins.
     ring_entries, cq_entries: sizes of the submission and completion queues.
     """
@@ -63,6 +66,7 @@ class Settings:
     zc_close_timeout: float = 1.0
     zc_linger: float = 60.0
     zc_timeout: float | None = None
+    zc_check: bool | None = None
     max_request: int = 1024 * 1024
     ring_entries: int = 1024
     cq_entries: int = 8192
@@ -74,6 +78,8 @@ class Settings:
             raise ValueError(f"zerocopy must be 'auto', 'off' or None, not {self.zerocopy!r}")
         if self.zc_write not in ("auto", "off", "always"):
             raise ValueError(f"zc_write must be 'auto', 'off' or 'always', not {self.zc_write!r}")
+        if self.zc_check not in (None, True, False):
+            raise ValueError(f"zc_check must be True, False or None, not {self.zc_check!r}")
         sizes = ("zc_threshold", "zc_transport_cap", "zc_loop_cap", "zc_low_water", "zc_eor_bytes")
         for name in sizes:
             value = getattr(self, name)

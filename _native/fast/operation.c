@@ -90,14 +90,28 @@ int operation_finish(PyObject *o, int error, int path)
         self->native = NULL;
         self->conn = NULL;
     }
+    PyObject *exc = NULL;
+    if (is_checked(self->keep)) {
+        PyObject *rc = PyObject_CallOneArg(self->keep, o);
+        exc = rc ? NULL : take_exception(); /* the release goes on all the same */
+        Py_XDECREF(rc);
+    }
     self->free = 1;
     Py_CLEAR(self->reactor);
     Py_CLEAR(self->keep); /* may run code of the buffers' owners */
-    if (!self->waiters || self->waiters == Py_None)
-        return 0;
-    PyObject *rc = call1(o, n__wake, Py_False);
-    Py_XDECREF(rc);
-    return rc ? 0 : -1;
+    int done = 0;
+    if (self->waiters && self->waiters != Py_None) {
+        PyObject *rc = call1(o, n__wake, Py_False);
+        Py_XDECREF(rc);
+        done = rc ? 0 : -1;
+    }
+    if (exc) {
+        PyErr_Clear();
+        PyErr_SetObject((PyObject *)Py_TYPE(exc), exc);
+        Py_DECREF(exc);
+        done = -1;
+    }
+    return done;
 }
 
 static PyObject *op_part(Op *self, PyObject *ignored)

@@ -100,10 +100,10 @@ static PyObject *tr_write(PyObject *self, PyObject *data)
 }
 
 /* The Operation for locked buffers, queued and held. NULL: an exception, and nothing is queued. */
-static PyObject *submit(PyObject *self, struct fields *f, PyObject *parts)
+static PyObject *submit(PyObject *self, struct fields *f, PyObject *parts, PyObject *keep)
 {
     PyObject *loop = PyObject_GetAttr(self, n__loop), *reactor = PyObject_GetAttr(self, n__reactor);
-    PyObject *op = loop && reactor ? operation_new(loop, reactor, parts) : NULL;
+    PyObject *op = loop && reactor ? operation_new(loop, reactor, keep) : NULL;
     Py_XDECREF(loop);
     Py_XDECREF(reactor);
     if (!op)
@@ -124,6 +124,17 @@ static PyObject *submit(PyObject *self, struct fields *f, PyObject *parts)
     return op;
 }
 
+/* What the operation holds: the parts, or what also knows their contents now (reactor.checked). */
+static PyObject *keep_of(PyObject *self, PyObject *parts)
+{
+    if (!checked_type)
+        return Py_NewRef(parts);
+    PyObject *reactor = PyObject_GetAttr(self, n__reactor);
+    PyObject *keep = reactor ? call1(reactor, n_checked, parts) : NULL;
+    Py_XDECREF(reactor);
+    return keep;
+}
+
 /* zc_write(data): a buffer or a list of buffers on an open transport. */
 static PyObject *tr_zc_write(PyObject *self, PyObject *data)
 {
@@ -135,11 +146,14 @@ static PyObject *tr_zc_write(PyObject *self, PyObject *data)
                           : PyObject_CallOneArg((PyObject *)parts_type, data);
     if (!parts)
         return NULL;
-    PyObject *op;
-    if (!parts_bytes(parts) || !f->conn) /* locking may run code of the buffers' owners */
-        op = call1(self, n__zc_write, parts);
+    PyObject *op = NULL, *keep = keep_of(self, parts);
+    if (!keep)
+        ;
+    else if (!parts_bytes(parts) || !f->open || f->closing || !f->conn)
+        op = call1(self, n__zc_write, parts); /* locking may run code of the buffers' owners */
     else
-        op = submit(self, f, parts);
+        op = submit(self, f, parts, keep);
+    Py_XDECREF(keep);
     Py_DECREF(parts);
     if (op && f->conn && f->conn->unsent > f->conn->high) {
         PyObject *rc = PyObject_CallMethodNoArgs(self, n__maybe_pause_protocol);

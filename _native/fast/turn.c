@@ -267,6 +267,12 @@ static int drop_released(Core *self)
             PyObject *held = look_up(self->held, tokens[i], 1);
             if (!held && PyErr_Occurred())
                 return -1;
+            if (is_checked(held)) {
+                PyObject *rc = PyObject_CallNoArgs(held);
+                if (!rc) /* nothing may leave: the other tokens, and this turn's events, wait */
+                    PyErr_WriteUnraisable(held);
+                Py_XDECREF(rc);
+            }
             Py_XDECREF(held);
         }
     return 0;

@@ -328,7 +328,11 @@ class StreamTransport(NativeTransport):
                 logger.warning("socket.send() raised exception.")
             self._conn_lost += 1
             return
-        if kept.write_to(self._conn.address, self._reactor.held, by_reference):
+        held = self._reactor.held
+        checked = self._reactor.checked(kept) if type(data) is Frozen else kept
+        if kept.write_to(self._conn.address, held, by_reference):
+            if checked is not kept and (token := self._conn.ref_token):
+                held[token] = checked
             self._look(kept)
 
     def _look(self, kept: Any) -> None:
