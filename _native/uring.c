@@ -450,6 +450,10 @@ static void on_datagram(struct conn *c, int32_t res, unsigned flags)
 
 static void on_listen(struct conn *c, int32_t res)
 {
+    if (c->pub.shared && res > 0) {
+        accept_some(c);
+        return;
+    }
     if (res == -ECANCELED || res == -EAGAIN || res == -EINTR || res == -ECONNABORTED)
         return;
     if (res < 0)
@@ -466,7 +470,7 @@ static void on_conn(struct azc_reactor *r, uint64_t token, int32_t res, unsigned
     if (!c || c->closed) {
         if (flags & IORING_CQE_F_BUFFER)
             spare_buffer(r, flags >> IORING_CQE_BUFFER_SHIFT);
-        else if (c && c->pub.kind == AZC_LISTEN && res >= 0)
+        else if (c && c->pub.kind == AZC_LISTEN && !c->pub.shared && res >= 0)
             close(res); /* accepted for a listener that is gone */
         if (c && !(flags & IORING_CQE_F_MORE))
             c->armed = false;
@@ -700,6 +704,13 @@ static bool arm(struct conn *c)
         sqe->buf_group = 0;
         break;
     case AZC_LISTEN:
+        if (c->pub.shared) {
+            /* The kernel queues accepts as exclusive waiters, and one that stays armed is always
+             * the first: one process would get every connection, however busy it is. A poll wakes
+             * all. */
+            io_uring_prep_poll_add(sqe, c->pub.fd, POLLIN);
+            break;
+        }
         io_uring_prep_multishot_accept(sqe, c->pub.fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
         break;
     case AZC_CONNECT:

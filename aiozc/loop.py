@@ -239,6 +239,20 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
 
     # -- serving --
 
+    async def create_server(
+        self, protocol_factory: Callable[[], Any], *args: Any, sock: Any = None, **kwargs: Any
+    ) -> asyncio.Server:
+        if isinstance(sock, socket.socket):
+            self._reactor.given.add(sock)
+        return await super().create_server(protocol_factory, *args, sock=sock, **kwargs)
+
+    async def create_unix_server(
+        self, protocol_factory: Callable[[], Any], *args: Any, sock: Any = None, **kwargs: Any
+    ) -> asyncio.Server:
+        if isinstance(sock, socket.socket):
+            self._reactor.given.add(sock)
+        return await super().create_unix_server(protocol_factory, *args, sock=sock, **kwargs)
+
     def _start_serving(
         self,
         protocol_factory: Callable[[], Any],

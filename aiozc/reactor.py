@@ -17,6 +17,7 @@ import ctypes
 import heapq
 import os
 import selectors
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,8 @@ class Reactor:
         self.capabilities = can
         self.conns: dict[int, Any] = {}
         self.listeners: dict[int, Any] = {}  # by descriptor
+        # Listening sockets that their owner made: other processes may listen on them, too.
+        self.given: weakref.WeakSet[Any] = weakref.WeakSet()
         self.woken = False  # there is a byte in the loop's wake-up socket
         self.bare: dict[int, Any] = {}  # by SO_COOKIE: see bare.py
         self.bare_watched = False  # its timer runs

@@ -77,6 +77,26 @@ static PyObject *op_start(Op *self, PyObject *args)
 
 /* ---- released ---- */
 
+/* Nobody tells the waiters another time: the exception of a signal handler, which may come in the
+ * first line of _wake, does not keep it from being called again. */
+static int wake(PyObject *o)
+{
+    PyObject *rc = call1(o, n__wake, Py_False);
+    if (!rc && must_leave()) {
+        PyObject *exc = take_exception();
+        for (int i = 0; !rc && i < 8; i++) {
+            PyErr_Clear();
+            rc = call1(o, n__wake, Py_False);
+        }
+        PyErr_Clear();
+        PyErr_SetObject((PyObject *)Py_TYPE(exc), exc);
+        Py_DECREF(exc);
+        Py_CLEAR(rc);
+    }
+    Py_XDECREF(rc);
+    return rc ? 0 : -1;
+}
+
 /* The memory is free: give the locks back. */
 int operation_finish(PyObject *o, int error, int path)
 {
@@ -100,11 +120,8 @@ int operation_finish(PyObject *o, int error, int path)
     Py_CLEAR(self->reactor);
     Py_CLEAR(self->keep); /* may run code of the buffers' owners */
     int done = 0;
-    if (self->waiters && self->waiters != Py_None) {
-        PyObject *rc = call1(o, n__wake, Py_False);
-        Py_XDECREF(rc);
-        done = rc ? 0 : -1;
-    }
+    if (self->waiters && self->waiters != Py_None)
+        done = wake(o);
     if (exc) {
         PyErr_Clear();
         PyErr_SetObject((PyObject *)Py_TYPE(exc), exc);
