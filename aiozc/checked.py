@@ -18,7 +18,6 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 from . import _fast
-from ._reactor_c import ffi
 
 if TYPE_CHECKING:
     from .operation import Operation
@@ -42,11 +41,11 @@ def watch() -> None:
 
 
 class Checked:
-    """Locked buffers (Parts, or cffi buffers of a datagram) with their check sums at the call."""
+    """Locked buffers with their check sums at the call."""
 
     __slots__ = ("_keep", "_loop", "_sums", "_where")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, keep: Any) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, keep: _fast.Parts) -> None:
         self._loop = loop
         self._keep = keep
         self._sums = _sums(keep)
@@ -78,10 +77,8 @@ class Checked:
             self._loop.call_exception_handler(context)
 
 
-def _sums(keep: Any) -> list[int]:
-    if isinstance(keep, _fast.Parts):
-        return keep.each(_sum)
-    return [_sum(ffi.buffer(part)) for part in (keep if isinstance(keep, list) else [keep])]
+def _sums(keep: _fast.Parts) -> list[int]:
+    return keep.each(_sum)
 
 
 def _callers() -> traceback.StackSummary:
