@@ -10,8 +10,10 @@ A comment "Fails when" names the protection whose removal makes that test fail.
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -31,10 +33,13 @@ from support import (
     StalledReader,
     assert_prefix,
     assert_stream,
+    in_thread,
+    linger_0,
     plain_python,
     poisoned_python,
     runs,
     show,
+    soon,
 )
 
 HERE = Path(__file__).parent
@@ -161,6 +166,33 @@ def test_a_process_that_is_killed_takes_no_connection_of_another(backend: str) -
             pid, body = ask(address, b"%d\n" % value)
             assert pid != first and body == bytes([value]) * ANSWER
         victim._popen.returncode = 0  # what `served` asks of the others
+
+
+def test_a_listener_of_the_caller_takes_a_backlog_and_is_free_when_it_is_closed(
+    backend: str, run: Any
+) -> None:
+    # It is accepted from otherwise than those that the loop makes: a few connections a turn.
+    async def main() -> None:
+        async def answer(_reader: Any, writer: Any) -> None:
+            writer.write(b"here")
+            writer.close()
+
+        address = None
+        for count in (100, 1, 1, 0):
+            listener = socket.create_server(address or ("127.0.0.1", 0), backlog=128)
+            address = listener.getsockname()
+            waiting = [socket.create_connection(address) for _ in range(count)]
+            server = await asyncio.start_server(answer, sock=listener)
+            for one in waiting:
+                assert await in_thread(functools.partial(one.recv, 10)) == b"here"
+                linger_0(one)
+                one.close()
+            server.close()
+            await soon(server.wait_closed())
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(address)
+
+    run(main())
 
 
 GUNICORN_APP = """
