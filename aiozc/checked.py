@@ -69,7 +69,7 @@ class Checked:
         if op is not None:
             context["operation"] = op
         if op is None and self._loop.is_running():
-            # Nothing may be raised where plain writes are released.
+            # Not from where plain writes are released: the handler may raise, and the turn goes on.
             self._loop.call_soon(
                 self._loop.call_exception_handler, context, context=contextvars.Context()
             )

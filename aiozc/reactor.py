@@ -150,10 +150,10 @@ class Reactor:
             if rc != -4:  # EINTR: Python runs its signal handlers when this call returns
                 _check(rc, "aiozc: waiting failed")
             return 0
+        if n := rc & _EVENTS:  # first: the batch survives whatever happens
+            self.core.begin(n)
         if rc & _RELEASED:
             self.core.drop_released()
-        if n := rc & _EVENTS:
-            self.core.begin(n)
         return rc
 
     # -- connections and operations --

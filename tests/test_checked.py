@@ -321,6 +321,49 @@ def test_a_handler_that_exits_keeps_no_memory_and_no_event_back(
     loop.close()
 
 
+def test_an_exit_where_plain_writes_are_released_loses_nothing(
+    forced_loop_factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A signal handler's KeyboardInterrupt in the check itself. Fails when: drop_released stops at the first, or
+    # the events of that turn are not put by before.
+    calls = []
+    check = checked.Checked.__call__
+
+    def interrupted(self: Any, op: Any = None) -> None:
+        calls.append(op)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        check(self, op)
+
+    monkeypatch.setattr(checked.Checked, "__call__", interrupted)
+
+    async def begin() -> tuple[Any, Any, Any]:
+        peer = StalledReader()
+        _, writer = await asyncio.open_connection(sock=peer.connect(sndbuf=SMALL_SNDBUF))
+        for i in range(3):
+            writer.write(aiozc.frozen(bytearray([65 + i]) * MIB))  # type: ignore[arg-type]
+        op = writer.zc_submit(bytearray(b"z" * SIZE))  # type: ignore[attr-defined]
+        await asyncio.sleep(0.02)
+        return peer, writer, op
+
+    async def finish(peer: Any, op: Any) -> Any:
+        return await asyncio.gather(peer.take(3 * MIB + SIZE), soon(op))
+
+    loop = forced_loop_factory(zc_check=True)
+    peer, writer, op = loop.run_until_complete(begin())
+    task = loop.create_task(finish(peer, op))
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(task)
+    data, result = loop.run_until_complete(task)
+    assert len(data) == 3 * MIB + SIZE and result.nbytes == SIZE
+    assert calls[-1] is op and calls[0] is None and len(calls) >= 2
+    assert not loop._reactor.held
+    writer.transport.abort()
+    loop.run_until_complete(asyncio.sleep(0.01))
+    peer.close()
+    loop.close()
+
+
 def test_a_sum_costs_less_than_the_alternative() -> None:
     data = os.urandom(8 * MIB)
 

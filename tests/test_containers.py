@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
 import platform
 import re
 import socket
@@ -100,7 +101,7 @@ def test_a_service_works_under_the_profile_and_falls_back_without_its_rule(rule:
         pytest.skip("no io_uring here in any case")
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", SERVICE, str(PROFILE), rule],
-        env={"PYTHONPATH": str(Path(__file__).parent), "PATH": "/bin:/usr/bin"},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
         capture_output=True,
         text=True,
         timeout=60,

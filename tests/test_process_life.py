@@ -141,19 +141,23 @@ def test_servers_of_several_processes_share_a_listener(backend: str, method: str
 
 def test_a_busy_process_leaves_connections_to_the_others(backend: str) -> None:
     # Fails when: the kernel tells only one process of a connection.
-    with served("fork", backend) as (address, children):
+    with served("fork", backend) as (address, _):
         seen: set[int] = set()
         end = time.monotonic() + WAIT
         while len(seen) < CHILDREN and time.monotonic() < end:  # all of them are there
             seen.add(ask(address, b"1\n")[0])
         assert len(seen) == CHILDREN
-        busy, _ = ask(address, b"busy\n")
-        time.sleep(0.2)
-        began = time.monotonic()
-        others = {ask(address, b"2\n")[0] for _ in range(10)}
-        assert time.monotonic() - began < 0.8
-        assert others and busy not in others
-        assert busy in {child.pid for child in children}
+        for _ in range(3):
+            busy, _ = ask(address, b"busy\n")
+            time.sleep(0.2)
+            began = time.monotonic()
+            others = {ask(address, b"2\n")[0] for _ in range(10)}
+            if time.monotonic() - began < 0.8:
+                assert busy not in others
+                break
+            time.sleep(1)  # this machine is busy, too: that it took its time says nothing
+        else:
+            pytest.fail("connections wait for the busy one, or this machine is slow")
 
 
 def test_a_process_that_is_killed_takes_no_connection_of_another(backend: str) -> None:
