@@ -340,14 +340,14 @@ def test_an_exit_where_plain_writes_are_released_loses_nothing(
     async def begin() -> tuple[Any, Any, Any]:
         peer = StalledReader()
         _, writer = await asyncio.open_connection(sock=peer.connect(sndbuf=SMALL_SNDBUF))
-        for i in range(3):
-            writer.write(aiozc.frozen(bytearray([65 + i]) * MIB))  # type: ignore[arg-type]
+        for i in range(40):  # some of them are released together
+            writer.write(aiozc.frozen(bytearray([65 + i]) * 20_000))  # type: ignore[arg-type]
         op = writer.zc_submit(bytearray(b"z" * SIZE))  # type: ignore[attr-defined]
         await asyncio.sleep(0.02)
         return peer, writer, op
 
     async def finish(peer: Any, op: Any) -> Any:
-        return await asyncio.gather(peer.take(3 * MIB + SIZE), soon(op))
+        return await asyncio.gather(peer.take(800_000 + SIZE), soon(op))
 
     loop = forced_loop_factory(zc_check=True)
     peer, writer, op = loop.run_until_complete(begin())
@@ -355,7 +355,7 @@ def test_an_exit_where_plain_writes_are_released_loses_nothing(
     with pytest.raises(KeyboardInterrupt):
         loop.run_until_complete(task)
     data, result = loop.run_until_complete(task)
-    assert len(data) == 3 * MIB + SIZE and result.nbytes == SIZE
+    assert len(data) == 800_000 + SIZE and result.nbytes == SIZE
     assert calls[-1] is op and calls[0] is None and len(calls) >= 2
     assert not loop._reactor.held
     writer.transport.abort()
