@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ TABLE = (TESTS.parent / "docs" / "cases.md").read_text()
 NAMED = re.compile(r"`([\w/]+\.(?:py|c))::(\w+)`")
 
 
+@functools.cache
 def functions(file: str) -> set[str]:
     text = (TESTS / file).read_text()
     if file.endswith(".c"):
