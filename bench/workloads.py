@@ -41,14 +41,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from sink.sink import SinkError, sink
-from workload.clients import CLIENTS, CorruptBytes
+from workload.clients import CLIENTS, CorruptBytes, ProxyClient
 
 WARMUP = 0.5
 LIMIT = 60.0
 APP = BENCH.parent / "tests" / "frameworks"
-NGINX = """daemon off; worker_processes 1; pid {home}/pid; error_log {home}/error;
+NGINX = """daemon off; master_process off; user root; pid {home}/pid; error_log {home}/error;
 events {{ worker_connections 128; }}
-http {{ access_log off; sendfile on; server {{ listen 127.0.0.1:{port}; root {home}; }} }}
+http {{ access_log off; sendfile on; server {{ listen 127.0.0.1:{port}; root {root}; }} }}
 """
 
 LOOPS = ("uvloop", "asyncio", "aiozc-uring", "aiozc-epoll")
@@ -69,17 +69,20 @@ class Case:
         return f"{self.workload} {self.name}".strip()
 
 
-def cases(file: str) -> list[Case]:
+def cases(file: str, certificate: str = "") -> list[Case]:
     weights = {"file": file, "connections": 8, "largest": 64 << 20}
     zero_copy = ("aiozc-uring zc", "aiozc-uring pool")
     found = [
         Case(
             *("weights", "1-64 MiB x8", weights),
             (
-                *("uvloop write", "asyncio write", "asyncio sendfile", "aiozc-uring write"),
-                *(*zero_copy, "aiozc-uring sendfile", "aiozc-epoll zc"),
+                *("uvloop write", "asyncio sendfile", "nginx sendfile", "aiozc-uring sendfile"),
+                *("aiozc-uring write", "aiozc-uring frozen", *zero_copy, "aiozc-epoll zc"),
             ),
-            on_sink=("uvloop write", "asyncio sendfile", "aiozc-uring write", *zero_copy),
+            on_sink=(
+                *("uvloop write", "asyncio sendfile", "aiozc-uring write", "aiozc-uring frozen"),
+                *zero_copy,
+            ),
         ),
         Case(
             *("broadcast", "256 KiB to 200 at 20/s", {"connections": 200, "rate": 20}),
@@ -100,6 +103,18 @@ def cases(file: str) -> list[Case]:
                 on_sink=("uvloop write", "aiozc-uring write", "aiozc-uring pool"),
             )
         )
+    for size, name in ((64 << 10, "64 KiB"), (8 << 20, "8 MiB")):
+        options = {"size": size, "pairs": 32, "certificate": "", "core": CLIENT_CORE}
+        both = ("uvloop write", "aiozc-uring write", "aiozc-epoll write")
+        there = ("uvloop write", "aiozc-uring write", "aiozc-uring pool") if size > 1 << 20 else ()
+        found.append(
+            Case("proxy", f"{name}, 32 pairs", options, (*both, "aiozc-uring pool"), on_sink=there)
+        )
+        found.append(
+            Case("proxy", f"{name}, 32 pairs, TLS", options | {"certificate": certificate}, both)
+        )
+    options = {"connections": 64, "size": 256 << 10, "rate": 20}
+    found.append(Case("websocket", "256 KiB to 64 at 20/s", options, both))
     routes = {
         "/json": "300 B JSON",
         "/large": "1 MiB JSON",
@@ -126,10 +141,17 @@ SERVER_CORE, CLIENT_CORE = core(0), core(1)
 def on_loopback(case: Case, way: str, seconds: float) -> dict[str, float]:
     if case.workload == "asgi":
         return asgi_on_loopback(case, way, seconds)
+    if way.startswith("nginx"):
+        return nginx(case, seconds)
     loop, how = way.split()
+    options = dict(case.options)
+    client: Any = None
+    if case.workload == "proxy":  # its origin is the client's
+        client = ProxyClient(options)
+        options["origin"] = client.origin
     command = [sys.executable, "-m", "workload.child", loop, case.workload, how]
     child = subprocess.Popen(
-        [*command, json.dumps(case.options), str(SERVER_CORE)],
+        [*command, json.dumps(options), str(SERVER_CORE)],
         env=os.environ | {"PYTHONPATH": python_path()},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -137,19 +159,36 @@ def on_loopback(case: Case, way: str, seconds: float) -> dict[str, float]:
     )
     try:
         assert child.stdin and child.stdout
-        client = CLIENTS[case.workload](int(child.stdout.readline()), case.options)
-        client.go(WARMUP)
-        before, start, load = Counters.read(child.pid), time.monotonic(), client.load
-        load.requests, load.bytes, load.times = 0, 0, []
-        client.go(seconds)
-        took, after = time.monotonic() - start, Counters.read(child.pid)
+        port = int(child.stdout.readline())
+        if client is None:
+            client = CLIENTS[case.workload](port, options)
+        else:
+            client.connect_all(port)
+        took, cpu = window(client, child.pid, seconds)
         child.stdin.close()
         told = json.loads(child.stdout.readline())
         client.close()
     finally:
         child.kill()
         child.wait()
-    cpu = after.since(before)[0]
+    return figures(case, client.load, took, cpu, told)
+
+
+def window(client: Any, pid: int, seconds: float) -> tuple[float, float]:
+    """Warm up, then count: what it took, and the server's CPU microseconds."""
+    client.go(WARMUP)
+    before, start, load = Counters.read(pid), time.monotonic(), client.load
+    load.requests, load.bytes, load.times = 0, 0, []
+    client.go(seconds)
+    took, after = time.monotonic() - start, Counters.read(pid)
+    if not load.requests:
+        raise SystemExit("workloads.py: not one request was answered; use a longer --seconds")
+    return took, after.since(before)[0]
+
+
+def figures(
+    case: Case, load: Any, took: float, cpu: float, told: dict[str, Any]
+) -> dict[str, float]:
     return {
         "rate": load.requests / took,
         "gb_per_s": load.bytes / took / 1e9,
@@ -175,15 +214,7 @@ def uvicorn(loop: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
         preexec_fn=lambda: os.sched_setaffinity(0, {SERVER_CORE}),
     )
     try:
-        end = time.monotonic() + LIMIT
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                if process.poll() is not None or time.monotonic() > end:
-                    raise SystemExit("workloads.py: uvicorn does not listen") from None
-                time.sleep(0.05)
+        wait_for(port, process)
         yield port, process
     finally:
         process.kill()
@@ -217,6 +248,8 @@ def asgi_on_loopback(case: Case, way: str, seconds: float) -> dict[str, float]:
     if found is None or p99 is None or "Non-2xx" in done.stdout or "Socket errors" in done.stdout:
         raise SystemExit(f"workloads.py: wrk said:\n{done.stdout}")
     count, took = int(found[1]), float(found[2])
+    if not count:
+        raise SystemExit("workloads.py: not one request was answered; use a longer --seconds")
     return {
         "rate": count / took,
         "gb_per_s": 0.0,
@@ -294,13 +327,53 @@ def on_sink(case: Case, way: str, seconds: float, given: dict[str, Any]) -> dict
     }
 
 
-# -- nginx, beside the weights --
+# -- nginx and the file, for the weights --
+
+
+def nginx(case: Case, seconds: float) -> dict[str, float]:
+    """Debian's, with sendfile, one process: the same ranges by HTTP."""
+    program = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin")
+    if program is None:
+        raise SystemExit("workloads.py: nginx is not here: apt-get install nginx-light")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="aiozc-nginx-") as home:
+        root = Path(case.options["file"]).parent
+        config = Path(home) / "conf"
+        config.write_text(NGINX.format(home=home, port=port, root=root))
+        child = subprocess.Popen(
+            ["taskset", "-c", str(SERVER_CORE), program, "-c", str(config), "-p", home],
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            wait_for(port, child)
+            client = CLIENTS["weights"](port, case.options | {"http": True})
+            took, cpu = window(client, child.pid, seconds)
+            status = Path(f"/proc/{child.pid}/status").read_text()
+            client.close()
+        finally:
+            child.terminate()
+            child.wait()
+    told = {"anonymous": int(re.search(r"RssAnon:\s+(\d+)", status)[1]) * 1024}  # type: ignore[index]
+    return figures(case, client.load, took, cpu, told)
+
+
+def wait_for(port: int, process: subprocess.Popen[Any]) -> None:
+    end = time.monotonic() + LIMIT
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            if process.poll() is not None or time.monotonic() > end:
+                raise SystemExit(f"workloads.py: {process.args!r} does not listen") from None
+            time.sleep(0.05)
 
 
 @contextlib.contextmanager
 def material(gib: float) -> Iterator[str]:
     """A file of random bytes in the page cache. Random, for zeros would all be one page."""
-    with tempfile.TemporaryDirectory(prefix="aiozc-workloads-") as home:
+    with temporary() as home:
         path = Path(home) / "weights"
         with path.open("wb") as file:
             block = os.urandom(64 << 20)
@@ -309,6 +382,18 @@ def material(gib: float) -> Iterator[str]:
                 file.write(block[turn:])
                 file.write(block[:turn])
         yield str(path)
+
+
+def temporary() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="aiozc-workloads-")
+
+
+def make_certificate(path: str) -> None:
+    """For localhost, with its key: the one of examples/echo_tls.py."""
+    sys.path.insert(0, str(BENCH.parent / "examples"))
+    import echo_tls
+
+    echo_tls.certificate(Path(path))
 
 
 # -- the table --
@@ -396,7 +481,14 @@ def main() -> int:
             stack.enter_context(only_benchmark())
             needs_file = any(case.workload == "weights" for case in wanted)
             file = stack.enter_context(material(args.gib)) if needs_file else ""
-            wanted = [case for case in cases(file) if not args.only or case.workload in args.only]
+            certificate = str(Path(stack.enter_context(temporary())) / "cert.pem")
+            if any(case.workload == "proxy" for case in wanted):
+                make_certificate(certificate)
+            wanted = [
+                case
+                for case in cases(file, certificate)
+                if not args.only or case.workload in args.only
+            ]
             given = stack.enter_context(sink(CLIENT_CORE)) if "sink" in args.paths else {}
             seen = measure(wanted, args, given)
     except (SinkError, CorruptBytes) as error:

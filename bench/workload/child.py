@@ -45,7 +45,10 @@ async def listen(service: Any) -> None:
         finally:
             writer.close()
 
-    server = await asyncio.start_server(on_client, "127.0.0.1", 0, backlog=1024)
+    if hasattr(service, "listen"):
+        server = await service.listen()
+    else:
+        server = await asyncio.start_server(on_client, "127.0.0.1", 0, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)
     loop = asyncio.get_running_loop()
     top = 0
@@ -66,7 +69,12 @@ async def listen(service: Any) -> None:
 async def push(service: Any, host: str, port: int, seconds: float) -> None:
     from serving_child import acked
 
-    writers = [(await asyncio.open_connection(host, port))[1] for _ in range(service.connections)]
+    if hasattr(service, "connect"):
+        writers = await service.connect(host, port)
+    else:
+        writers = [
+            (await asyncio.open_connection(host, port))[1] for _ in range(service.connections)
+        ]
     socks = [writer.get_extra_info("socket") for writer in writers]
     task = asyncio.create_task(service.push(writers))
     await asyncio.sleep(WARMUP)
@@ -77,6 +85,8 @@ async def push(service: Any, host: str, port: int, seconds: float) -> None:
     took, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_SELF)
     if task.done():
         task.result()
+    if hasattr(service, "end"):
+        service.end()
     cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     gb = went / 1e9
     figures = {"cpu_s_per_gb": cpu / gb, "gb_per_s": gb / took, "busy": cpu / took, **peaks()}

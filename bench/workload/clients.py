@@ -12,6 +12,7 @@ import mmap
 import random
 import selectors
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,6 +26,12 @@ from .services import FRAME, GET, KEYS, RANGE, REQUEST, SET, STAMP, VALUE
 _ffi = cffi.FFI()
 _ffi.cdef("int memcmp(const void *, const void *, size_t);")
 _libc: Any = _ffi.dlopen(None)
+
+
+HTTP_RANGE = b"GET /weights HTTP/1.1\r\nHost: x\r\nRange: bytes=%d-%d\r\n\r\n"
+
+# What a client does with one socket: see Client.begin.
+Reading = Iterator["float | None"]
 
 
 class CorruptBytes(Exception):
@@ -59,6 +66,8 @@ class Client:
         self.selector = selectors.DefaultSelector()
         self.socks: list[socket.socket] = []
         self.room = memoryview(bytearray(1 << 20))
+        self.asleep: list[tuple[float, int, socket.socket, Any]] = []
+        self.numbers = itertools.count()
 
     def connect(self, receive: int = 0) -> socket.socket:
         sock = socket.socket()
@@ -69,11 +78,18 @@ class Client:
         self.socks.append(sock)
         return sock
 
-    def begin(self, sock: socket.socket, reading: Iterator[None]) -> None:
-        """`reading` goes on whenever there is something to read, and yields when there is not."""
+    def begin(self, sock: socket.socket, reading: Reading) -> None:
+        """`reading` goes on whenever there is something to read; it yields when there is not, or seconds for
+        which it does not want to read."""
         next(reading)
         sock.setblocking(False)
-        self.selector.register(sock, selectors.EVENT_READ, reading.__next__)
+        self.selector.register(sock, selectors.EVENT_READ, lambda: self.step(sock, reading))
+
+    def step(self, sock: socket.socket, reading: Reading) -> None:
+        if pause := next(reading):
+            data = self.selector.unregister(sock).data
+            wake = time.monotonic() + pause
+            heapq.heappush(self.asleep, (wake, next(self.numbers), sock, data))
 
     def go(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -81,6 +97,12 @@ class Client:
             self.turn(left)
 
     def turn(self, left: float) -> None:
+        now = time.monotonic()
+        while self.asleep and self.asleep[0][0] <= now:
+            _, _, sock, data = heapq.heappop(self.asleep)
+            self.selector.register(sock, selectors.EVENT_READ, data)
+        if self.asleep:
+            left = min(left, self.asleep[0][0] - now)
         for key, _ in self.selector.select(left):
             key.data()
 
@@ -95,19 +117,36 @@ class WeightsClient(Client):
 
     def __init__(self, port: int, options: dict[str, Any]) -> None:
         super().__init__(port)
+        self.http = options.get("http", False)
         with Path(options["file"]).open("rb") as file:
             self.wanted = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         for number in range(options["connections"]):
             sock = self.connect()
             self.begin(sock, self.one(sock, random.Random(number), options["largest"]))
 
-    def one(self, sock: socket.socket, choose: random.Random, largest: int) -> Iterator[None]:
+    def head(self, sock: socket.socket) -> Reading:
+        """nginx's: byte by byte, so that the body begins where it is looked for."""
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):
+            try:
+                head += sock.recv(1)
+            except BlockingIOError:
+                yield
+        if not head.startswith(b"HTTP/1.1 206"):
+            raise CorruptBytes(f"the answer begins with {head[:40]!r}")
+
+    def one(self, sock: socket.socket, choose: random.Random, largest: int) -> Reading:
         while True:
             length = choose.randint(1 << 20, largest)
             start = choose.randrange(len(self.wanted) - length)
-            sock.send(RANGE.pack(start, length))
             asked = time.monotonic()
             end = start + length
+            if self.http:
+                sock.send(HTTP_RANGE % (start, end - 1))
+                yield
+                yield from self.head(sock)
+            else:
+                sock.send(RANGE.pack(start, length))
             while start < end:
                 yield
                 n = sock.recv_into(self.room[: end - start])
@@ -130,15 +169,13 @@ class BroadcastClient(Client):
         random.seed(1)
         self.bodies = [random.randbytes(FRAME - STAMP.size) for _ in range(8)]
         self.pause = 5 / options["rate"]
-        self.asleep: list[tuple[float, int, socket.socket, Any]] = []
-        self.numbers = itertools.count()
         for number in range(count):
             late = number < stalled + slow
             sock = self.connect(FRAME // 2 if late else 0)
             if number >= stalled:
                 self.begin(sock, self.one(sock, late))
 
-    def one(self, sock: socket.socket, late: bool) -> Iterator[None]:
+    def one(self, sock: socket.socket, late: bool) -> Reading:
         last = -1
         frame = memoryview(bytearray(FRAME))
         while True:
@@ -157,18 +194,9 @@ class BroadcastClient(Client):
             self.load.requests += 1
             self.load.bytes += FRAME
             if late:
-                reading = self.selector.unregister(sock).data
-                wake = time.monotonic() + self.pause
-                heapq.heappush(self.asleep, (wake, next(self.numbers), sock, reading))
+                yield self.pause
             else:
                 self.load.times.append((time.monotonic_ns() - stamp) / 1e9)
-
-    def turn(self, left: float) -> None:
-        now = time.monotonic()
-        while self.asleep and self.asleep[0][0] <= now:
-            _, _, sock, reading = heapq.heappop(self.asleep)
-            self.selector.register(sock, selectors.EVENT_READ, reading)
-        super().turn(min(left, self.asleep[0][0] - now) if self.asleep else left)
 
 
 class CacheClient(Client):
@@ -181,7 +209,7 @@ class CacheClient(Client):
             sock = self.connect()
             self.begin(sock, self.one(sock, random.Random(number), options["pipeline"]))
 
-    def one(self, sock: socket.socket, choose: random.Random, pipeline: int) -> Iterator[None]:
+    def one(self, sock: socket.socket, choose: random.Random, pipeline: int) -> Reading:
         value = memoryview(bytearray(VALUE + 1))
         while True:
             asked, sets = [], []
@@ -217,7 +245,124 @@ class CacheClient(Client):
             self.load.times.append(time.monotonic() - begun)
 
 
+class ProxyClient(Client):
+    """Pairs through a proxy, and the origin behind it; one third of the clients reads slowly."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        """Without a port at first: the proxy has to know the origin's."""
+        super().__init__(0)
+        self.size = options["size"]
+        self.pairs = options["pairs"]
+        self.certificate = options["certificate"]
+        self.body = memoryview(random.Random(1).randbytes(self.size))
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.origin = self.listener.getsockname()[1]
+        self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
+
+    def accept(self) -> None:
+        peer, _ = self.listener.accept()
+        self.socks.append(peer)
+        peer.setblocking(False)
+        reading = self.answer(peer)
+        next(reading)
+        self.selector.register(peer, selectors.EVENT_READ, lambda: next(reading, None))
+
+    def answer(self, peer: socket.socket) -> Reading:
+        while True:
+            yield
+            if not peer.recv(1):
+                self.selector.unregister(peer)
+                return
+            sent = 0
+            key = self.selector.modify(
+                peer, selectors.EVENT_WRITE, self.selector.get_key(peer).data
+            )
+            while sent < self.size:
+                yield
+                sent += peer.send(self.body[sent : sent + (1 << 20)])
+            self.selector.modify(peer, selectors.EVENT_READ, key.data)
+
+    def connect_all(self, port: int) -> None:
+        self.port = port
+        context = None
+        if self.certificate:
+            context = ssl.create_default_context(cafile=self.certificate)
+        for number in range(self.pairs):
+            slow = number % 3 == 0
+            sock = self.connect(128 * 1024 if slow else 0)
+            if context is not None:
+                self.socks.remove(sock)
+                sock = context.wrap_socket(sock, server_hostname="localhost")
+                self.socks.append(sock)
+            self.begin(sock, self.one(sock, slow))
+
+    def one(self, sock: socket.socket, slow: bool) -> Reading:
+        while True:
+            asked = time.monotonic()
+            try:
+                sock.send(b"R")
+            except ssl.SSLWantWriteError:
+                raise CorruptBytes("one byte could not be sent") from None
+            filled = 0
+            yield
+            while filled < self.size:
+                try:
+                    n = sock.recv_into(
+                        self.room[: min(65536 if slow else 1 << 20, self.size - filled)]
+                    )
+                except (BlockingIOError, ssl.SSLWantReadError):
+                    yield
+                    continue
+                if not n:
+                    raise CorruptBytes("the proxy closed in the middle of a body")
+                same(self.room[:n], self.body[filled : filled + n], f"at {filled} of a body")
+                filled += n
+                self.load.bytes += n
+                if slow and filled < self.size:
+                    yield 0.02 * n / 65536  # 3 MB/s
+            self.load.requests += 1
+            if not slow:
+                self.load.times.append(time.monotonic() - asked)
+
+
+class WebSocketClient(Client):
+    """Subscribers that read every message as it comes."""
+
+    def __init__(self, port: int, options: dict[str, Any]) -> None:
+        super().__init__(port)
+        self.message = bytes(range(256)) * (options["size"] // 256)
+        wanted = b"\x82\x7f" + options["size"].to_bytes(8, "big")
+        for _ in range(options["connections"]):
+            sock = self.connect()
+            sock.sendall(
+                b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+                b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+            )
+            head = b""
+            while not head.endswith(b"\r\n\r\n"):
+                head += sock.recv(1)
+            if not head.startswith(b"HTTP/1.1 101"):
+                raise CorruptBytes(f"no WebSocket: {head[:60]!r}")
+            self.begin(sock, self.one(sock, wanted))
+
+    def one(self, sock: socket.socket, wanted: bytes) -> Reading:
+        frame = memoryview(bytearray(len(wanted) + len(self.message)))
+        while True:
+            filled = 0
+            while filled < len(frame):
+                yield
+                n = sock.recv_into(frame[filled:])
+                if not n:
+                    raise CorruptBytes("the server closed a subscriber")
+                filled += n
+            same(frame[: len(wanted)], wanted, "the head of a message")
+            same(frame[len(wanted) :], self.message, "in a message")
+            self.load.requests += 1
+            self.load.bytes += len(self.message)
+
+
 CLIENTS: dict[str, Any] = {
+    "websocket": WebSocketClient,
     "weights": WeightsClient,
     "broadcast": BroadcastClient,
     "cache": CacheClient,

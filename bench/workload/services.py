@@ -17,6 +17,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from .proxying import Proxy, WebSocket
+
 RANGE = struct.Struct("<QQ")  # start, length: asked of the weights
 FRAME = 256 * 1024
 STAMP = struct.Struct("<QQ")  # number, nanoseconds of time.monotonic: heads each frame
@@ -57,6 +59,14 @@ class Weights:
 
     async def write(self, writer: Any, start: int, end: int) -> None:
         writer.write(self.view[start:end])
+        await writer.drain()
+
+    async def frozen(self, writer: Any, start: int, end: int) -> None:
+        import aiozc
+
+        writer.write(
+            aiozc.frozen(self.view[start:end])
+        )  # else a copy: nobody says that it stays as it is
         await writer.drain()
 
     async def zc(self, writer: Any, start: int, end: int) -> None:
@@ -218,4 +228,10 @@ class Cache:
         await asyncio.gather(*(one(*pair) for pair in enumerate(writers)))
 
 
-SERVICES = {"weights": Weights, "broadcast": Broadcast, "cache": Cache}
+SERVICES: dict[str, Any] = {
+    "weights": Weights,
+    "broadcast": Broadcast,
+    "cache": Cache,
+    "proxy": Proxy,
+    "websocket": WebSocket,
+}
