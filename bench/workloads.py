@@ -212,6 +212,7 @@ def uvicorn(loop: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
         command,
         env=os.environ | {"PYTHONPATH": path, "AIOZC_BACKEND": backend or "uring"},
         preexec_fn=lambda: os.sched_setaffinity(0, {SERVER_CORE}),
+        stderr=subprocess.DEVNULL,  # each connection that wrk drops at its end
     )
     try:
         wait_for(port, process)
@@ -232,7 +233,17 @@ def asgi_on_loopback(case: Case, way: str, seconds: float) -> dict[str, float]:
         before = Counters.read(process.pid)
         done = subprocess.run(
             [
-                *("taskset", "-c", str(CLIENT_CORE), wrk, "-t1", "-c64", "--latency"),
+                *(
+                    "taskset",
+                    "-c",
+                    str(CLIENT_CORE),
+                    wrk,
+                    "-t1",
+                    "-c64",
+                    "--timeout",
+                    "10s",
+                    "--latency",
+                ),
                 f"-d{seconds:g}s",
                 url,
             ],
