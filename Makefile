@@ -16,7 +16,7 @@ ASAN := $(patsubst .venv%,.venv-asan%,$(VENV))
 PY := $(VENV)/bin/python
 ASAN_PY := $(ASAN)/bin/python
 # One stamp for each extra of pyproject.toml that is installed.
-DEPS := $(addprefix $(VENV)/.deps-,test dev bench peers conformance)
+DEPS := $(addprefix $(VENV)/.deps-,test dev bench peers conformance frameworks)
 ASAN_DEPS := $(ASAN)/.deps-test
 NATIVE := $(wildcard _native/*.c _native/*.h _native/*.py _native/fast/*.c _native/fast/*.h)
 PACKAGE := $(shell find aiozc -name '*.py')
@@ -24,7 +24,7 @@ C_FILES := $(wildcard _native/*.c _native/*.h _native/fast/*.c _native/fast/*.h 
 # What changes the native module without changing a file of it.
 FLAVOUR := werror=$(AIOZC_WERROR) sanitize=$(AIOZC_SANITIZE) CC=$(CC) CFLAGS=$(CFLAGS)
 
-.PHONY: build demo test slow full asan conformance lint format bench-echo bench-peers \
+.PHONY: build demo test slow full asan conformance frameworks lint format bench-echo bench-peers \
 	clean distclean bootstrap FORCE
 .NOTPARALLEL:
 
@@ -40,10 +40,14 @@ test: build
 slow: build
 	$(PY) -m pytest tests -m slow $(ARGS) || [ $$? -eq 5 ]
 
-full: test slow asan conformance
+full: test slow asan conformance frameworks
 
 conformance: build $(VENV)/.deps-conformance
 	$(PY) scripts/conformance.py $(ARGS)
+
+# Their servers and clients on our loop; Redis and PostgreSQL are Debian's packages (redis-server, postgresql).
+frameworks: build $(VENV)/.deps-frameworks
+	$(PY) -m pytest tests/frameworks $(ARGS)
 
 bench-echo: build $(VENV)/.deps-bench
 	$(PY) bench/echo.py $(ARGS)

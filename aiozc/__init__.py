@@ -32,6 +32,7 @@ from .receive import read_into
 from .settings import Settings
 from .stats import ZcStats
 from .streams import StreamWriter, open_connection, start_server
+from .tensors import as_buffer
 from .transports.datagram import DatagramTransport
 from .transports.stream import StreamTransport, ZeroCopyInfo
 
@@ -54,6 +55,7 @@ __all__ = [
     "ZcStats",
     "ZeroCopyInfo",
     "__version__",
+    "as_buffer",
     "broadcast",
     "capabilities",
     "execve",
