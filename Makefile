@@ -16,7 +16,7 @@ ASAN := $(patsubst .venv%,.venv-asan%,$(VENV))
 PY := $(VENV)/bin/python
 ASAN_PY := $(ASAN)/bin/python
 # One stamp for each extra of pyproject.toml that is installed.
-DEPS := $(addprefix $(VENV)/.deps-,test dev bench peers conformance)
+DEPS := $(addprefix $(VENV)/.deps-,test dev bench peers conformance package docs)
 ASAN_DEPS := $(ASAN)/.deps-test
 NATIVE := $(wildcard _native/*.c _native/*.h _native/*.py _native/fast/*.c _native/fast/*.h)
 PACKAGE := $(shell find aiozc -name '*.py')
@@ -24,7 +24,7 @@ C_FILES := $(wildcard _native/*.c _native/*.h _native/fast/*.c _native/fast/*.h 
 # What changes the native module without changing a file of it.
 FLAVOUR := werror=$(AIOZC_WERROR) sanitize=$(AIOZC_SANITIZE) CC=$(CC) CFLAGS=$(CFLAGS)
 
-.PHONY: build demo test slow full asan conformance lint format bench-echo bench-peers \
+.PHONY: build demo test slow full asan conformance lint format bench-echo bench-peers dist wheel wheel-check docs \
 	clean distclean bootstrap FORCE
 .NOTPARALLEL:
 
@@ -50,6 +50,22 @@ bench-echo: build $(VENV)/.deps-bench
 
 bench-peers: build $(VENV)/.deps-bench $(VENV)/.deps-peers
 	$(PY) bench/peers.py $(ARGS)
+
+# What is in the tree, and everything that builds and tests it, without a compiler.
+dist: $(VENV)/.deps-package
+	rm -f dist/*.tar.gz
+	AIOZC_NO_EXT=1 $(PY) -m build -q --sdist --outdir dist .
+
+# From the sdist, not from the working tree: so nothing that lies about gets into it. liburing is inside;
+# auditwheel gives it the tag that fits the C library it was built on.
+wheel: dist
+	rm -rf build/wheel dist/*.whl
+	AIOZC_STATIC_LIBURING=1 $(PY) -m pip wheel -q --no-deps --wheel-dir build/wheel dist/*.tar.gz
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair --wheel-dir dist build/wheel/*.whl
+	$(PY) -m auditwheel show dist/*.whl
+
+wheel-check: wheel
+	$(PY) scripts/check_wheel.py dist/*.whl --without-liburing $(ARGS)
 
 lint: $(VENV)/.deps-test $(VENV)/.deps-dev
 	$(VENV)/bin/ruff check .
@@ -117,7 +133,7 @@ $(ASAN)/.native: $(NATIVE) $(PACKAGE) $(ASAN_DEPS)
 
 # Environments stay: `make distclean` removes them too.
 clean:
-	rm -rf build dist aiozc.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist licenses site aiozc.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	rm -f aiozc/_reactor_c*.so aiozc/_reactor_c.c aiozc/_fast*.so aiozc/*.o _native/*.o .venv*/.native
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
