@@ -24,7 +24,7 @@ C_FILES := $(wildcard _native/*.c _native/*.h _native/fast/*.c _native/fast/*.h 
 # What changes the native module without changing a file of it.
 FLAVOUR := werror=$(AIOZC_WERROR) sanitize=$(AIOZC_SANITIZE) CC=$(CC) CFLAGS=$(CFLAGS)
 
-.PHONY: build demo test slow full asan conformance lint format bench-echo bench-peers dist wheel wheel-check docs \
+.PHONY: build demo test slow full asan conformance lint format bench-echo bench-peers dist wheel wheel-check stubs docs \
 	clean distclean bootstrap FORCE
 .NOTPARALLEL:
 
@@ -77,6 +77,10 @@ lint: $(VENV)/.deps-test $(VENV)/.deps-dev
 	else \
 		echo "clang-format is not here: C not checked"; \
 	fi
+
+stubs: build $(VENV)/.deps-dev
+	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml --allowlist scripts/stubs_allowed.txt \
+		--ignore-unused-allowlist aiozc._fast
 
 format: $(VENV)/.deps-dev
 	$(VENV)/bin/ruff check --fix .

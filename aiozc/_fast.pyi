@@ -1,7 +1,9 @@
-"""The native part that runs once an event; made from _native/fast/."""
+"""The native part that runs once an event; made from _native/fast/. `make stubs` compares the two."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
+
+from typing_extensions import disjoint_base  # for type checkers alone: nothing imports a stub
 
 def bind(
     api: int, frozen: type, refuse: Callable[[Any, Exception], Any], operation: type, /
@@ -14,6 +16,8 @@ class Scheduler:
         self, callback: Callable[..., Any], /, *args: Any, context: Any = None
     ) -> Any: ...
 
+@final
+@disjoint_base
 class Core:
     handle: Any
     running: bool
@@ -36,6 +40,7 @@ class Core:
     def drop_released(self) -> None: ...
     def turn(self, loop: Any, min_scheduled: int, /) -> bool: ...
 
+@disjoint_base
 class Operation:
     nbytes: int
     _loop: Any
@@ -62,10 +67,14 @@ class Operation:
     def _withdraw(self) -> bool: ...
     def _want_sent(self) -> None: ...
 
+@final
+@disjoint_base
 class Slot:
     def __new__(cls, base: int, size: int, give_back: Callable[[], None], /) -> Slot: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
+@final
+@disjoint_base
 class Parts:
     @property
     def nbytes(self) -> int: ...
