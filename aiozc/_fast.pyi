@@ -17,7 +17,6 @@ class Scheduler:
     ) -> Any: ...
 
 @final
-@disjoint_base
 class Core:
     handle: Any
     running: bool
@@ -68,13 +67,11 @@ class Operation:
     def _want_sent(self) -> None: ...
 
 @final
-@disjoint_base
 class Slot:
     def __new__(cls, base: int, size: int, give_back: Callable[[], None], /) -> Slot: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
-@disjoint_base
 class Parts:
     @property
     def nbytes(self) -> int: ...
