@@ -40,7 +40,7 @@ test: build
 slow: build
 	$(PY) -m pytest tests -m slow $(ARGS) || [ $$? -eq 5 ]
 
-full: test slow asan conformance
+full: test slow asan conformance docs
 
 conformance: build $(VENV)/.deps-conformance
 	$(PY) scripts/conformance.py $(ARGS)
@@ -77,6 +77,12 @@ lint: $(VENV)/.deps-test $(VENV)/.deps-dev
 	else \
 		echo "clang-format is not here: C not checked"; \
 	fi
+
+# The site, in build/site. A warning, a dead link, a block of code that fails, or a stale picture is an error.
+docs: build $(VENV)/.deps-docs
+	$(PY) scripts/figures.py --check
+	$(PY) -m pytest -q tests/test_code_blocks.py tests/test_states.py
+	$(PY) -m mkdocs build --strict --quiet
 
 stubs: build $(VENV)/.deps-dev
 	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml --allowlist scripts/stubs_allowed.txt \
