@@ -22,7 +22,7 @@ NATIVE := $(wildcard _native/*.c _native/*.h _native/*.py _native/fast/*.c _nati
 PACKAGE := $(shell find aiozc -name '*.py')
 C_FILES := $(wildcard _native/*.c _native/*.h _native/fast/*.c _native/fast/*.h bench/*.c bench/*.h bench/*/*.c)
 # What changes the native module without changing a file of it.
-FLAVOUR := werror=$(AIOZC_WERROR) sanitize=$(AIOZC_SANITIZE) CC=$(CC) CFLAGS=$(CFLAGS)
+FLAVOUR := werror=$(AIOZC_WERROR) sanitize=$(AIOZC_SANITIZE) static=$(AIOZC_STATIC_LIBURING) CC=$(CC) CFLAGS=$(CFLAGS)
 
 .PHONY: build demo test slow full asan conformance lint format bench-echo bench-peers dist wheel wheel-check stubs docs \
 	clean distclean bootstrap FORCE

@@ -114,10 +114,10 @@ def operations() -> str:
     text = (DOCS / "operations.md").read_text()
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    rows = ["| Prometheus | OpenTelemetry | kind | |", "|---|---|---|---|"]
+    rows = ["| name | kind | |", "|---|---|---|"]
     for m in METRICS:
         total = "_total" if m.kind == "counter" else ""
-        rows.append(f"| `aiozc_{m.name}{total}` | `aiozc.{m.name}` | {m.kind} | {m.help} |")
+        rows.append(f"| `aiozc_{m.name}{total}` | {m.kind} | {m.help} |")
     return before + BEGIN + "\n" + "\n".join(rows) + "\n\n" + END + after
 
 

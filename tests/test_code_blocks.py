@@ -60,6 +60,17 @@ def test_the_quick_start_is_short_and_does_what_it_says() -> None:
     ), out
 
 
+def test_kernel_facts_name_tests_that_exist() -> None:
+    # Fails when: a test that a fact rests on is renamed or goes.
+    text = (ROOT / "docs" / "kernel.md").read_text()
+    named = re.findall(r"`((?:tests|scripts)/[\w/.]+)[^`]*`(?:: ([a-z]\w+(?:, [a-z]\w+)*))?", text)
+    assert len(named) > 15
+    for file, tests in named:
+        source = (ROOT / file).read_text()
+        for test in filter(None, tests.split(", ")):
+            assert re.search(rf"\b(test_)?{test}\(", source), f"{file}: {test}"
+
+
 def test_a_block_that_fails_is_told_with_its_line(tmp_path: Path) -> None:
     # Fails when: what a block prints or raises is not looked at.
     page = tmp_path / "page.md"
