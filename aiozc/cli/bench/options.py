@@ -74,6 +74,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """A help text for every argument, with its default; lists of choices are shown once."""
     for action in parser._actions:
         action.help = action.help or _HELP.get(action.dest)
+        if not action.help:
+            continue  # a test finds it
         default = action.default
         if action.choices is not None and action.nargs == "+":
             action.metavar = action.dest.upper().rstrip("S")
