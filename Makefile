@@ -16,15 +16,18 @@ ASAN := $(patsubst .venv%,.venv-asan%,$(VENV))
 PY := $(VENV)/bin/python
 ASAN_PY := $(ASAN)/bin/python
 # One stamp for each extra of pyproject.toml that is installed.
-DEPS := $(addprefix $(VENV)/.deps-,test dev bench peers conformance package docs)
+DEPS := $(addprefix $(VENV)/.deps-,test dev bench peers conformance)
 ASAN_DEPS := $(ASAN)/.deps-test
+DEPS += $(VENV)/.deps-package $(VENV)/.deps-docs
 NATIVE := $(wildcard _native/*.c _native/*.h _native/*.py _native/fast/*.c _native/fast/*.h)
 PACKAGE := $(shell find aiozc -name '*.py')
 C_FILES := $(wildcard _native/*.c _native/*.h _native/fast/*.c _native/fast/*.h bench/*.c bench/*.h bench/*/*.c)
 # What changes the native module without changing a file of it.
-FLAVOUR := werror=$(AIOZC_WERROR) sanitize=$(AIOZC_SANITIZE) static=$(AIOZC_STATIC_LIBURING) CC=$(CC) CFLAGS=$(CFLAGS)
+FLAVOUR := werror=$(AIOZC_WERROR) sanitize=$(AIOZC_SANITIZE) CC=$(CC) CFLAGS=$(CFLAGS)
 
-.PHONY: build demo test slow full asan conformance lint format bench-echo bench-peers dist wheel wheel-check stubs docs \
+FLAVOUR += static=$(AIOZC_STATIC_LIBURING)
+
+.PHONY: build demo test slow full asan conformance lint format bench-echo bench-peers \
 	clean distclean bootstrap FORCE
 .NOTPARALLEL:
 
@@ -40,7 +43,7 @@ test: build
 slow: build
 	$(PY) -m pytest tests -m slow $(ARGS) || [ $$? -eq 5 ]
 
-full: test slow asan conformance docs
+full: test slow asan conformance
 
 conformance: build $(VENV)/.deps-conformance
 	$(PY) scripts/conformance.py $(ARGS)
@@ -50,6 +53,12 @@ bench-echo: build $(VENV)/.deps-bench
 
 bench-peers: build $(VENV)/.deps-bench $(VENV)/.deps-peers
 	$(PY) bench/peers.py $(ARGS)
+
+# -- packages and documentation --
+
+.PHONY: dist wheel wheel-check docs stubs
+
+full: docs
 
 # What is in the tree, and everything that builds and tests it, without a compiler.
 dist: $(VENV)/.deps-package
