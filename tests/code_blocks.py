@@ -20,6 +20,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+NOT_INSTALLED = 77  # exit status: the block is about a package that is not here
 FENCE = re.compile(r"^(?P<indent> *)```python[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.M | re.S)
 NOT_RUN = re.compile(r"<!-- not run: (?P<why>[^>]+) -->\s*\Z")
 
@@ -124,4 +125,10 @@ def main(path: Path, line: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    try:
+        main(Path(sys.argv[1]), int(sys.argv[2]))
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("aiozc"):
+            raise
+        print(f"{error.name} is not installed")
+        sys.exit(NOT_INSTALLED)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from code_blocks import Block, blocks
+from code_blocks import NOT_INSTALLED, Block, blocks
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -38,6 +38,8 @@ def run(block: Block) -> str:
         text=True,
         timeout=LIMIT,
     )
+    if done.returncode == NOT_INSTALLED:
+        pytest.skip(done.stdout)
     assert done.returncode == 0, f"{block.path.name}:{block.line}\n{done.stdout}{done.stderr}"
     assert not done.stderr, f"{block.path.name}:{block.line}\n{done.stderr}"
     return done.stdout
