@@ -1,7 +1,9 @@
-"""The native part that runs once an event; made from _native/fast/."""
+"""The native part that runs once an event; made from _native/fast/. `make stubs` compares the two."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
+
+from typing_extensions import disjoint_base  # for type checkers alone: nothing imports a stub
 
 _T = TypeVar("_T")
 
@@ -18,6 +20,7 @@ class Scheduler:
         self, callback: Callable[..., Any], /, *args: Any, context: Any = None
     ) -> Any: ...
 
+@final
 class Core:
     handle: Any
     running: bool
@@ -40,6 +43,7 @@ class Core:
     def drop_released(self) -> None: ...
     def turn(self, loop: Any, min_scheduled: int, /) -> bool: ...
 
+@disjoint_base
 class Operation:
     nbytes: int
     _loop: Any
@@ -66,10 +70,12 @@ class Operation:
     def _withdraw(self) -> bool: ...
     def _want_sent(self) -> None: ...
 
+@final
 class Slot:
     def __new__(cls, base: int, size: int, give_back: Callable[[], None], /) -> Slot: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
+@final
 class Parts:
     @property
     def nbytes(self) -> int: ...

@@ -21,7 +21,7 @@ from . import _fast, bare, checked, hooks
 from .capabilities import choose
 from .pool import Region, register_buffer
 from .reactor import Reactor, ReactorSelector
-from .settings import Settings
+from .settings import settings_of
 from .stats import ZcStats
 from .transports.connector import Connector
 from .transports.datagram import DatagramTransport
@@ -64,7 +64,7 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
         self._closed = True
         # All that is ours is kept there. asyncio's loop has nearly 30 attributes, and from the 31st on
         # CPython 3.13 reaches every one of them more slowly (bench/peers.py, rows call-soon).
-        wanted = Settings(**settings)
+        wanted = settings_of(settings)
         self._reactor = Reactor(self, choose(wanted.backend, wanted.zerocopy), wanted)
         self._ssock: socket.socket | None = None
         super().__init__(ReactorSelector(self._reactor, self._is_wakeup))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any
 
 
 def timeout_ns(seconds: float | None) -> int:
@@ -14,6 +16,29 @@ def timeout_ns(seconds: float | None) -> int:
             f"zc_timeout must be more than 0 seconds, not {seconds}; None is no timeout"
         )
     return max(1, int(seconds * 1e9))
+
+
+_NONE = ("zc_transport_cap", "zc_loop_cap")
+_WHOLE = (
+    *_NONE,
+    "zc_threshold",
+    "zc_low_water",
+    "zc_eor_bytes",
+    "max_request",
+    "ring_entries",
+    "cq_entries",
+)
+
+
+def settings_of(given: dict[str, Any]) -> Settings:
+    """From the keywords of a loop. TypeError: there is no such setting; says which it may have been."""
+    known = [field.name for field in fields(Settings)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise TypeError(f"aiozc has no setting {name!r}; {meant}")
+    return Settings(**given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +97,16 @@ class Settings:
     cq_entries: int = 8192
 
     def __post_init__(self) -> None:
+        for name in _WHOLE:
+            value = getattr(self, name)
+            if value is None and name in _NONE:
+                continue
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise TypeError(f"{name} must be an int, not {value!r}")
+        for name in ("zc_close_timeout", "zc_linger", "zc_timeout"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) and not (value is None and name == "zc_timeout"):
+                raise TypeError(f"{name} is a number of seconds, not {value!r}")
         if self.backend not in (None, "uring", "epoll"):
             raise ValueError(f"backend must be 'uring', 'epoll' or None, not {self.backend!r}")
         if self.zerocopy not in (None, "auto", "off"):
