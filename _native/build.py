@@ -27,6 +27,8 @@ SOURCES = [
     "regions",
     "sendq",
     "dgramq",
+    "errqueue",
+    "msgzc",
     "reactor",
     "stall",
     "uring",
