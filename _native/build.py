@@ -29,6 +29,7 @@ SOURCES = [
     "dgramq",
     "errqueue",
     "msgzc",
+    "sockids",
     "reactor",
     "stall",
     "uring",

@@ -4,6 +4,7 @@
  *   slab.c      memory of copied bytes        table.c   slots with generations
  *   optable.c   operations and requests       sendq.c   one FIFO a socket, knows no backend
  *   errqueue.c  ids of MSG_ZEROCOPY sends    msgzc.c   those sends, and their notifications
+ *   sockids.c   ids of a borrowed socket
  *   uring.c, epoll.c   the two backends       reactor.c  the ABI over them
  *   stall.c     peers that stop reading
  */
@@ -257,6 +258,7 @@ struct conn {
     uint32_t ep_mask;
     struct errq eq; /* epoll: requests by the ids of their sends */
     bool zc_on;     /* the socket has SO_ZEROCOPY from us */
+    bool borrowed;  /* the socket is somebody else's, and may outlive this */
     bool zc_full;   /* no room for more notifications: copy until one came */
     bool settling;  /* ids of sends that failed may be in the error queue */
     bool reading;   /* the error queue is being read */
@@ -295,6 +297,12 @@ bool msgzc_ready(struct conn *c);
 int32_t msgzc_send(struct req *q, const struct msghdr *m);
 unsigned msgzc_read(struct conn *c);
 void msgzc_look(struct conn *c);
+void msgzc_end(struct conn *c);
+
+/* ---- sockids.c ---- */
+
+void sockids_put(int fd, uint32_t next);
+bool sockids_take(int fd, uint32_t *next);
 
 /* ---- stall.c ---- */
 

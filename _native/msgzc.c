@@ -15,8 +15,8 @@
  *     user may not lock more. The notifications that wait hold that room: they are read, and the
  *     send tried again. If none wait the request is copied, and so are those behind it until one
  *     came; where nothing is outstanding each tries for itself. So nothing ever waits.
- *  5. Notifications that meet in the error queue become one, with the first one's copied flag. Of
- *     the others it is believed where the connection's last report was the same.
+ *  5. Notifications that meet in the error queue become one, with the copied flag of the first one.
+ *     It is believed of all of them: a path seldom changes between two.
  *
  * An entry in the error queue is no error of the socket: it shows as EPOLLERR until it is read.
  *
@@ -55,13 +55,23 @@ bool msgzc_ready(struct conn *c)
     int fd = c->pub.fd, on = 1;
     if (c->zc_on)
         return true;
-    bool taken = is_set(fd, SOL_SOCKET, SO_ZEROCOPY) || is_set(fd, SOL_SOCKET, SO_TIMESTAMPING) ||
-                 is_set(fd, IPPROTO_IP, IP_RECVERR) || is_set(fd, IPPROTO_IPV6, IPV6_RECVERR);
+    bool taken = is_set(fd, SOL_SOCKET, SO_TIMESTAMPING) || is_set(fd, IPPROTO_IP, IP_RECVERR) ||
+                 is_set(fd, IPPROTO_IPV6, IPV6_RECVERR);
+    if (!taken && is_set(fd, SOL_SOCKET, SO_ZEROCOPY))
+        taken = !sockids_take(fd, &c->eq.base); /* else it was ours before */
     if (!taken && setsockopt(fd, SOL_SOCKET, SO_ZEROCOPY, &on, sizeof on) == 0)
         return c->zc_on = true;
     c->pub.zc_ok = 0;
     c->r->stats.fallbacks[AZC_FALLBACK_EOPNOTSUPP]++;
     return false;
+}
+
+/* The connection ends, with nothing of it pinned. */
+void msgzc_end(struct conn *c)
+{
+    if (c->zc_on && c->borrowed && !c->eq.count)
+        sockids_put(c->pub.fd, c->eq.base);
+    errq_destroy(&c->eq);
 }
 
 /* Send what `m` describes for this request: bytes accepted, for which a notification follows; or
@@ -92,13 +102,12 @@ int32_t msgzc_send(struct req *q, const struct msghdr *m)
 
 static void range_is_free(struct conn *c, uint32_t lo, uint32_t hi, bool copied)
 {
-    bool agrees = c->pub.path == (copied ? AZC_PATH_COPIED : AZC_PATH_ZC);
     struct errq_range range = errq_clip(&c->eq, lo, hi);
     for (uint32_t i = 0; i < range.n; i++) {
         uint64_t token = errq_take(&c->eq, range.first + i);
         struct req *q = token ? table_get(&c->r->reqs, token) : NULL;
         if (q)
-            req_notif(q, agrees || range.first + i == lo, copied);
+            req_notif(q, true, copied);
     }
     /* Not a send of ours that failed: somebody else sends on the socket. Whose ids are whose? */
     if (range.beyond && (!errq_skip(&c->eq, range.beyond) || !c->settling))

@@ -423,7 +423,8 @@ size_t azc_take_released(azc_reactor *r, uint64_t *tokens, size_t max)
 
 /* ---- connections ---- */
 
-/* family: of the socket, AF_*. A TCP socket gets TCP_NODELAY, as asyncio's transports have it. */
+/* family: of the socket, AF_*, or 0: it is borrowed. A TCP socket gets TCP_NODELAY, as asyncio's
+ * transports have it. */
 azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind, int family)
 {
     struct conn *c = table_new(&r->conns);
@@ -445,6 +446,7 @@ azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind, int family)
     bool tcp = family == AF_INET || family == AF_INET6; /* or UDP */
     if (kind == AZC_STREAM || kind == AZC_DATAGRAM)
         c->pub.zc_ok = tcp && r->cfg.zerocopy;
+    c->borrowed = !family;
     if (kind == AZC_STREAM) {
         azc_conn_timeout(&c->pub, r->cfg.zc_timeout_ns);
         r->stats.connections++;
@@ -598,6 +600,8 @@ int azc_conn_close(azc_conn *pub, int error)
             c->r->be->keep(c, true);
     }
     bool pinned = c->notifs && c->kept_fd >= 0;
+    if (!c->notifs)
+        msgzc_end(c);
     c->closed = true;
     conn_maybe_free(c);
     return rc < 0 ? rc : pinned;

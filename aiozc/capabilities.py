@@ -43,8 +43,8 @@ class Capabilities:
     """What a loop made now would use.
 
     backend: "uring" or "epoll". zerocopy: whether its sends can go zero-copy (on epoll by
-    MSG_ZEROCOPY). reason: why this backend, and why not zero-copy, in a sentence. features: found by trying. liburing: built with,
-    and running with ("unknown" before 2.4).
+    MSG_ZEROCOPY). reason: why this backend, and why not zero-copy, in a sentence. features: found by
+    trying. liburing: built with, and running with ("unknown" before 2.4).
     """
 
     backend: str
@@ -122,9 +122,9 @@ def choose(backend: str | None = None, zerocopy: str | None = None) -> Capabilit
         raise RuntimeError(f"backend 'uring' cannot be used: {why}; or use backend 'epoll'")
     name = forced or ("epoll" if why else "uring")
     can = features["send_zc"] and features["sendmsg_zc"]
-    zerocopy = can and not off
+    may = can and not off
     if name == "epoll":
-        zerocopy, how = _sends_without_ring(features, off)
+        may, how = _sends_without_ring(features, off)
         reason = f"{why or 'epoll was asked for'}; {how}"
     elif off:
         reason = "io_uring works; zero-copy is switched off"
@@ -134,7 +134,7 @@ def choose(backend: str | None = None, zerocopy: str | None = None) -> Capabilit
         reason = "io_uring works, with zero-copy sends"
     return Capabilities(
         backend=name,
-        zerocopy=zerocopy,
+        zerocopy=may,
         reason=reason,
         kernel=platform.release(),
         features=dict(features),
