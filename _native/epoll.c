@@ -10,7 +10,9 @@
  * queue is read at once and until it is empty, so that level goes away in the turn in which it
  * came. A connection that wants nothing and has memory pinned is watched by edges, and so is the
  * duplicate of one that is closed. Error queues belong to no thread: a loop that another thread
- * runs reads on.
+ * runs reads on. An EPOLLERR that nothing here explains (a forked child sees its parent's queue) is
+ * no error either: from then on that connection is watched by edges, and armed anew after
+ * each receive that found something.
  */
 #define _GNU_SOURCE
 #include "internal.h"
@@ -123,8 +125,8 @@ static void set_mask(struct conn *c)
     struct ep *e = ep_of(c->r);
     uint32_t in = c->pub.kind == AZC_CONNECT ? EPOLLOUT : EPOLLIN;
     uint32_t mask = (c->want_recv && !c->eof ? in : 0u) | (c->want_out ? EPOLLOUT : 0u);
-    if (!mask && c->notifs)
-        mask = EPOLLET; /* EPOLLERR and EPOLLHUP come unasked */
+    if (c->edges ? mask : c->notifs && !mask)
+        mask |= EPOLLET; /* EPOLLERR and EPOLLHUP come unasked */
     if (mask == c->ep_mask)
         return;
     struct epoll_event ev = {.events = mask, .data.u64 = c->pub.token};
@@ -164,11 +166,12 @@ static void flush(struct azc_reactor *r)
     }
 }
 
-static void receive(struct conn *c)
+/* False: there was nothing. */
+static bool receive(struct conn *c)
 {
     struct azc_reactor *r = c->r;
     if (!r->n_spare)
-        return; /* level-triggered: it is told again next turn */
+        return true; /* level-triggered, or armed anew: it is told again next turn */
     uint16_t buffer = r->spare[r->n_spare - 1];
     ssize_t n = recv(c->pub.fd, r->bufs + buffer * r->buf_stride, r->buf_size, MSG_DONTWAIT);
     if (n > 0) {
@@ -183,13 +186,17 @@ static void receive(struct conn *c)
         c->want_recv = false;
         emit(r, c->pub.token, AZC_EV_RECV, -errno, 0);
         mark_dirty(c);
+    } else {
+        return errno == EINTR;
     }
+    return true;
 }
 
-/* Lay them out as the kernel's multishot recvmsg does. */
-static void receive_datagrams(struct conn *c)
+/* Lay them out as the kernel's multishot recvmsg does. False: there was nothing. */
+static bool receive_datagrams(struct conn *c)
 {
     struct azc_reactor *r = c->r;
+    bool any = !r->n_spare;
     for (int i = 0; i < DATAGRAM_BURST && r->n_spare && c->want_recv; i++) {
         uint16_t buffer = r->spare[r->n_spare - 1];
         char *at = r->bufs + buffer * r->buf_stride;
@@ -201,14 +208,31 @@ static void receive_datagrams(struct conn *c)
                            .msg_iovlen = 1};
         ssize_t n = recvmsg(c->pub.fd, &m, MSG_DONTWAIT);
         if (n < 0) {
-            if (errno != EAGAIN && errno != EINTR)
+            if (errno == EAGAIN)
+                return any;
+            if (errno != EINTR)
                 emit(r, c->pub.token, AZC_EV_DATAGRAM, -errno, 0);
-            return;
+            return true;
         }
+        any = true;
         azc_datagram d = {.namelen = m.msg_namelen, .payloadlen = (uint32_t)n};
         memcpy(at, &d, sizeof d);
         r->n_spare--;
         emit(r, c->pub.token, AZC_EV_DATAGRAM, (int32_t)(head + (size_t)n), buffer);
+    }
+    return any;
+}
+
+/* By what `events` said, which may have been an error that is none. */
+static void receive_some(struct conn *c, uint32_t events)
+{
+    bool found = c->pub.kind == AZC_STREAM ? receive(c) : receive_datagrams(c);
+    if (found && c->edges) {
+        c->ep_mask &= ~(uint32_t)EPOLLET; /* not as it is wanted: set_mask arms it anew */
+        mark_dirty(c);
+    } else if (!found && !c->edges && !c->zc_on && events == EPOLLERR) {
+        c->edges = true;
+        mark_dirty(c);
     }
 }
 
@@ -259,10 +283,8 @@ static void ready(struct azc_reactor *r, const struct epoll_event *ev)
     }
     if (!c->want_recv || c->eof || !(broken || events & EPOLLIN))
         return;
-    if (c->pub.kind == AZC_STREAM)
-        receive(c);
-    else if (c->pub.kind == AZC_DATAGRAM)
-        receive_datagrams(c);
+    if (c->pub.kind == AZC_STREAM || c->pub.kind == AZC_DATAGRAM)
+        receive_some(c, events);
     else if (c->pub.kind == AZC_LISTEN)
         accept_some(c);
     else

@@ -257,6 +257,7 @@ struct conn {
     bool out_armed; /* uring: a poll for that is with the kernel */
     uint32_t ep_mask;
     struct errq eq; /* epoll: requests by the ids of their sends */
+    bool edges;     /* epoll: its error queue is another's to read, so no levels */
     bool zc_on;     /* the socket has SO_ZEROCOPY from us */
     bool borrowed;  /* the socket is somebody else's, and may outlive this */
     bool zc_full;   /* no room for more notifications: copy until one came */

@@ -70,6 +70,11 @@ def _sends_without_ring(features: dict[str, bool], off: bool) -> tuple[bool, str
     if off:
         return False, "zero-copy is switched off: sends are copied"
     if not features["msg_zerocopy"]:
+        if _no_msg_zerocopy() == errno.ENOBUFS:
+            return (
+                False,
+                "no room for MSG_ZEROCOPY (net.core.optmem_max, ulimit -l): sends are copied",
+            )
         return False, "this kernel has no MSG_ZEROCOPY either: sends are copied"
     return True, "zero-copy sends go by MSG_ZEROCOPY"
 
@@ -85,7 +90,13 @@ def _probe() -> tuple[int, dict[str, bool]]:
     found = ffi.new("uint32_t *")
     error = -int(lib.azc_probe(found))
     features = {name: bool(found[0] & bit) for name, bit in _FEATURES.items()}
-    return error, {**features, "msg_zerocopy": lib.azc_probe_msg_zerocopy() == 0}
+    return error, {**features, "msg_zerocopy": _no_msg_zerocopy() == 0}
+
+
+@functools.cache
+def _no_msg_zerocopy() -> int:
+    """The errno of sending by MSG_ZEROCOPY, or 0."""
+    return -int(lib.azc_probe_msg_zerocopy())
 
 
 def _liburing() -> str:
