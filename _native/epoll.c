@@ -99,22 +99,30 @@ static void send_some(struct conn *c)
     }
 }
 
+/* No more zero-copy ones a turn than half of the socket's buffer takes: a receiver on this machine,
+ * whose buffer is charged whole pages for them, may run in the same loop. */
 static void send_datagrams(struct conn *c)
 {
-    for (uint64_t budget = SEND_BURST; c->dq.head && budget;) {
+    int64_t left = 0;
+    for (bool first = true; c->dq.head; first = false) {
         dgramq_flush(c); /* what goes by copying */
         struct dgram *d = c->dq.head;
         if (!dgramq_ready(c) || !dgramq_goes_zc(c, d))
             return;
         if (!msgzc_ready(c))
             continue; /* then by copying */
-        uint64_t bytes = d->len;
+        if (first) {  /* it is always tried: its answer says when to wait */
+            left = dgramq_room(c) / 2;
+        } else if (left <= 0) {
+            mark_dirty(c);
+            return;
+        }
+        left -= dgramq_charge(d);
         struct req *q = req_new_dgram(c, d);
         if (!q)
             return;
         int32_t res = msgzc_send(q, &zdgram_of(d)->msg);
         req_first(q, res, res >= 0);
-        budget = budget > bytes ? budget - bytes : 0;
     }
 }
 
