@@ -21,7 +21,12 @@ import aiozc
 
 LIMIT_SECONDS = 60.0
 VARIANTS = ["uring", "epoll", "epoll-copy"]
-COPYING_TOO = ("test_contract", "test_order", "test_datagram_zc")  # beginnings of modules' names
+COPYING_TOO = (
+    "test_contract",
+    "test_order",
+    "test_datagram_zc",
+    "test_attach",
+)  # beginnings of modules' names
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
