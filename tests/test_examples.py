@@ -93,7 +93,7 @@ def test_an_example_serves_its_own_client_and_ends_by_itself(example: str, backe
 def test_the_protocol_example_names_its_connections_zero_copy_engine(backend: str) -> None:
     with running_server("echo_protocol", backend, connections=1) as (_, port):
         client = run_client("echo_protocol", backend, port)
-    engine = {"uring": "uring", "epoll": "copy"}[backend]
+    engine = {"uring": "uring", "epoll": "msg_zerocopy"}[backend]
     assert client.stdout.endswith(f"engine {engine}\n"), client.stdout
 
 

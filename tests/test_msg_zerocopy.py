@@ -259,7 +259,7 @@ def test_the_ids_of_a_socket_go_on_in_its_next_queue() -> None:
 
 
 @pytest.mark.parametrize(
-    "state", ["receiving", "paused", "closed", "peer half-closed", "both ended"]
+    "state", ["receiving", "paused", "closed", "peer half-closed", "both half-closed", "both ended"]
 )
 def test_nothing_spins_while_memory_is_pinned(state: str) -> None:
     # Fails when: what a level shows (a notification that was not read, a hang-up) is watched by levels.
@@ -271,7 +271,9 @@ def test_nothing_spins_while_memory_is_pinned(state: str) -> None:
             await soon(op.sent)
             if state == "paused":
                 writer.transport.pause_reading()
-            if state in ("peer half-closed", "both ended"):
+            if state == "both half-closed":
+                writer.write_eof()
+            if state in ("peer half-closed", "both half-closed", "both ended"):
                 peer.peer.shutdown(socket.SHUT_WR)
                 await asyncio.sleep(PAUSE / 2)
             if state in ("closed", "both ended"):
