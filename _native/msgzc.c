@@ -40,7 +40,8 @@
 #define MSG_ZEROCOPY 0x4000000
 #endif
 
-#define ENTRIES 16 /* of the error queue, by one call */
+#define ENTRIES 16  /* of the error queue, by one call */
+#define CONTROL 512 /* timestamps of two kinds may stand before what tells the range */
 
 static bool is_set(int fd, int level, int name)
 {
@@ -136,7 +137,7 @@ unsigned msgzc_read(struct conn *c)
 {
     union {
         struct cmsghdr align;
-        char room[CMSG_SPACE(sizeof(struct sock_extended_err) + sizeof(struct sockaddr_in6))];
+        char room[CONTROL];
     } control[ENTRIES];
     struct mmsghdr m[ENTRIES];
     unsigned total = 0;
