@@ -115,6 +115,13 @@ static void range_is_free(struct conn *c, uint32_t lo, uint32_t hi, bool copied)
         c->pub.zc_ok = 0;
 }
 
+/* Where somebody set IP_RECVERR later on. Reading the entry has taken it from SO_ERROR. */
+static bool is_network_error(const struct sock_extended_err *e)
+{
+    return e->ee_errno && (e->ee_origin == SO_EE_ORIGIN_LOCAL ||
+                           e->ee_origin == SO_EE_ORIGIN_ICMP || e->ee_origin == SO_EE_ORIGIN_ICMP6);
+}
+
 static void one_entry(struct conn *c, struct msghdr *m)
 {
     struct sock_extended_err e;
@@ -126,7 +133,7 @@ static void one_entry(struct conn *c, struct msghdr *m)
         memcpy(&e, CMSG_DATA(cm), sizeof e);
         if (e.ee_origin == SO_EE_ORIGIN_ZEROCOPY && !e.ee_errno)
             range_is_free(c, e.ee_info, e.ee_data, e.ee_code & SO_EE_CODE_ZEROCOPY_COPIED);
-        else if (e.ee_errno && c->pub.kind == AZC_DATAGRAM && !c->closed)
+        else if (is_network_error(&e) && c->pub.kind == AZC_DATAGRAM && !c->closed)
             emit(c->r, c->pub.token, AZC_EV_DATAGRAM, -(int32_t)e.ee_errno, 0);
     }
 }

@@ -28,7 +28,23 @@ static struct {
     uint32_t next;
 } places[PLACES];
 static pid_t owner;
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+
+static void lock(void)
+{
+    pthread_mutex_lock(&mutex);
+}
+
+static void unlock(void)
+{
+    pthread_mutex_unlock(&mutex);
+}
+
+/* Another thread may hold the lock when this one forks. */
+__attribute__((constructor)) static void survive_fork(void)
+{
+    pthread_atfork(lock, unlock, unlock);
+}
 
 static uint64_t cookie_of(int fd)
 {
@@ -39,7 +55,7 @@ static uint64_t cookie_of(int fd)
 
 static uint32_t enter(uint64_t cookie)
 {
-    pthread_mutex_lock(&lock);
+    lock();
     if (owner != getpid()) {
         memset(places, 0, sizeof places);
         owner = getpid();
@@ -54,7 +70,7 @@ void sockids_put(int fd, uint32_t next)
     uint32_t at = enter(cookie);
     places[at].cookie = cookie;
     places[at].next = next;
-    pthread_mutex_unlock(&lock);
+    unlock();
 }
 
 /* Whether that is known. It is not any more afterwards. */
@@ -67,6 +83,6 @@ bool sockids_take(int fd, uint32_t *next)
         *next = places[at].next;
         places[at].cookie = 0;
     }
-    pthread_mutex_unlock(&lock);
+    unlock();
     return found;
 }

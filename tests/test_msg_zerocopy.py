@@ -186,19 +186,22 @@ def test_a_send_that_met_a_full_socket_has_no_id() -> None:
     go(main())
 
 
-def test_a_failed_datagram_that_has_an_id_shifts_no_other() -> None:
+@pytest.mark.parametrize("host", ["10.9.0.2", "fd09::2"], ids=["ipv4", "ipv6"])
+def test_a_failed_datagram_that_has_an_id_shifts_no_other(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A firewall's EPERM comes from behind the place where the kernel gives the id (measured, 6.18).
     # Fails when: errq_skip is not called: the datagram behind it is released by its notification.
     if shutil.which("nft") is None:
         pytest.skip("no nft here")
     body = """
-peer = far_socket("10.9.0.2")
+peer = far_socket(sys.argv[1])
 slow("100kbit")
-sh('''nft add table ip t
-nft add chain ip t out { type filter hook output priority 0 ; }
-nft add rule ip t out ip length 1028 drop''')
+sh('''nft add table inet t
+nft add chain inet t out { type filter hook output priority 0 ; }
+nft add rule inet t out udp length 1008 drop''')
 async def main():
-    transport = await endpoint("10.9.0.2")
+    transport = await endpoint(sys.argv[1])
     transport.sendto(bytes(8000))
     for i in range(4):
         for _ in range(i):
@@ -230,11 +233,8 @@ async def main():
 go(main())
 loop.close()
 """
-    os.environ["BACKEND"] = "epoll"
-    try:
-        test_datagram_pinned.in_namespace(body)
-    finally:
-        del os.environ["BACKEND"]
+    monkeypatch.setenv("BACKEND", "epoll")
+    test_datagram_pinned.in_namespace(body, host)
 
 
 def test_the_ids_of_a_socket_go_on_in_its_next_queue() -> None:
@@ -374,6 +374,35 @@ def test_timestamps_of_received_data_do_not_hide_a_notification() -> None:
                     sock.setsockopt(socket.SOL_SOCKET, 35, 1)  # SO_TIMESTAMPNS
                     sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPING, 1 << 3 | 1 << 4)
             assert stats().zc_requests == stats().notifications >= 3
+
+    go(main())
+
+
+def test_network_errors_are_told_where_somebody_set_ip_recverr_later() -> None:
+    # Fails when: their entries are dropped, for reading them has cleared SO_ERROR; or every entry is one.
+    told: list[Exception] = []
+
+    class Listening(asyncio.DatagramProtocol):
+        def error_received(self, exc: Exception) -> None:
+            told.append(exc)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
+            peer.bind(("127.0.0.1", 0))
+            address = peer.getsockname()
+            transport, _ = await loop.create_datagram_endpoint(Listening, remote_addr=address)
+            sock: Any = transport.get_extra_info("socket")
+            await soon(transport.zc_sendto(bytearray(100)))  # type: ignore[attr-defined]
+            sock.setsockopt(socket.IPPROTO_IP, IP_RECVERR, 1)
+            sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPING, 1 << 1 | 1 << 4 | 1 << 7 | 1 << 11)
+            await soon(transport.zc_sendto(bytearray(100)))  # type: ignore[attr-defined]
+            await asyncio.sleep(PAUSE)
+            assert not told
+        transport.sendto(b"to nobody")
+        await eventually(lambda: bool(told))
+        assert {type(exc) for exc in told} == {ConnectionRefusedError}
+        transport.abort()
 
     go(main())
 
