@@ -359,7 +359,8 @@ static int epoll_detach(struct azc_reactor *r)
     for (struct conn *c = r->dirty; c; c = c->dirty_next)
         if (!c->closed) {
             send_some(c);
-            send_datagrams(c);
+            for (int i = 0; i < 1000 && dgramq_ready(c); i++)
+                send_datagrams(c);
         }
     return 0;
 }

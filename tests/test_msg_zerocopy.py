@@ -670,6 +670,29 @@ def test_ten_thousand_sends_with_hardly_any_room_for_notifications(kind: str, op
 # --- threads, ends ------------------------------------------------------------------------------
 
 
+def test_datagrams_of_the_last_turn_leave_with_the_run() -> None:
+    # Fails when: the end of a run sends one turn's worth.
+    with contextlib.closing(forced()) as loop, socket.socket(type=socket.SOCK_DGRAM) as peer:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * MIB)
+        peer.bind(("127.0.0.1", 0))
+        peer.settimeout(5)
+        room = peer.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        count = min(100, room // 8192)  # each is charged two pages there
+
+        async def main() -> None:
+            transport, _ = await loop.create_datagram_endpoint(
+                asyncio.DatagramProtocol, remote_addr=peer.getsockname()
+            )
+            transport.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * KIB
+            )
+            for i in range(count):
+                transport.zc_sendto(bytearray(b"%03d" % i))
+
+        loop.run_until_complete(main())
+        assert [peer.recv(10) for _ in range(count)] == [b"%03d" % i for i in range(count)]
+
+
 def test_a_loop_that_closes_waits_for_notifications() -> None:
     # Fails when: epoll_drain does not read.
     with StalledReader() as peer:
