@@ -186,9 +186,8 @@ def test_overwriting_it_after_the_return_changes_nothing_for_any_peer(
             for peer, _ in others:
                 assert_same_stream(content, await peer.take(MIB))
             await asyncio.sleep(PAUSE)
-            if backend == "uring":
-                assert not task.done()
-                assert locked(buffer)
+            assert not task.done()
+            assert locked(buffer)
             read = asyncio.ensure_future(last[0].take(MIB, step=4096))
             assert (await soon(task)).sent == tuple(writers)
             assert not locked(buffer)
