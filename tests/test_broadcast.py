@@ -170,7 +170,7 @@ def test_the_buffer_is_locked_once_for_all(run, forced_loop_factory, monkeypatch
 
 @pytest.mark.parametrize("sndbuf", [SMALL_SNDBUF, LARGE_SNDBUF])
 def test_overwriting_it_after_the_return_changes_nothing_for_any_peer(
-    run, forced_loop_factory, backend, sndbuf
+    run, forced_loop_factory, sndbuf
 ):
     # Fails when: broadcast waits for `sent` instead of `released`, or for the first one only.
     content = pattern(3, MIB)

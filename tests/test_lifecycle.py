@@ -135,7 +135,7 @@ def test_two_thousand_sends_to_stalled_readers_all_release_when_they_drain(
 
 
 def test_two_thousand_sends_on_a_hundred_connections_in_one_turn_all_complete(
-    run, backend, forced_loop_factory
+    run, forced_loop_factory
 ):
     async def main():
         loop = asyncio.get_running_loop()
@@ -310,9 +310,7 @@ def test_a_listener_can_be_bound_again_right_after_it_closed(run):
 # --- threads -----------------------------------------------------------------------------------
 
 
-def test_a_loop_moves_through_three_threads_with_a_stalled_send_and_an_armed_receive(
-    loop_factory, backend
-):
+def test_a_loop_moves_through_three_threads_with_a_stalled_send_and_an_armed_receive(loop_factory):
     # CASES 29: a ring answers only the thread that made it.
     loop = loop_factory(adaptive=False, zc_threshold=0)
     with closing(loop):
@@ -397,9 +395,7 @@ def test_data_that_waits_when_the_loop_changes_its_thread_is_not_received_over(l
         in_thread(loop.run_until_complete, finish())
 
 
-def test_a_reader_that_drains_between_two_runs_releases_in_the_next_run(
-    forced_loop_factory, backend
-):
+def test_a_reader_that_drains_between_two_runs_releases_in_the_next_run(forced_loop_factory):
     with closing(forced_loop_factory()) as loop:
         content = pattern(0, 400_000)
 
@@ -847,7 +843,7 @@ def test_signals_during_traffic_do_not_disturb_the_stream(run):
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
 @pytest.mark.parametrize("guilty", range(5))
 def test_an_exit_out_of_one_protocol_costs_no_other_connection_its_data(
-    loop_factory, backend, guilty, error
+    loop_factory, guilty, error
 ):
     # CASES 39: five connections and a notification have become ready in the same turn.
     class Guilty(Recorder):
@@ -1177,7 +1173,7 @@ def test_receiving_goes_on_over_three_hundred_short_runs(loop_factory):
 
 
 def test_close_with_a_stalled_peer_returns_and_leaks_the_memory_on_purpose(
-    forced_loop_factory, backend, caplog
+    forced_loop_factory, caplog
 ):
     # CASES 27: the kernel still reads the pages, so neither the memory nor its lock may go.
     content = pattern(0, 400_000)
@@ -1499,7 +1495,7 @@ def test_a_forked_child_may_go_on_with_the_idle_loop_of_its_parent(backend):
     )
 
 
-def test_subprocesses_work_while_operations_are_in_flight(run, backend, forced_loop_factory):
+def test_subprocesses_work_while_operations_are_in_flight(run, forced_loop_factory):
     # CASES 30: fork, then exec in the child, while notifications are outstanding.
     async def main():
         _, writer, peer = await open_stream(sndbuf=1 << 20, rcvbuf=65536)

@@ -267,7 +267,7 @@ def test_one_request_at_a_time_and_at_most_a_megabyte_is_issued(run, forced_loop
 
 @pytest.mark.parametrize("size", [1, 4000, 100_000])
 def test_a_stalled_reader_lets_later_operations_be_sent_until_the_socket_is_full(
-    run, backend, forced_loop_factory, size
+    run, forced_loop_factory, size
 ):
     # CASES 12: whoever waits for each notification before the next send stops at the first.
     async def main():
@@ -338,7 +338,7 @@ def test_other_connections_go_at_full_rate_beside_a_stalled_one(run, forced_loop
 # --- a saturated stream ------------------------------------------------------------------------------
 
 
-def check_pinned_memory(run, backend, forced_loop_factory, part: int, seconds: float) -> None:
+def check_pinned_memory(run, forced_loop_factory, part: int, seconds: float) -> None:
     rate = 20e6
 
     async def main():
@@ -390,9 +390,9 @@ def check_pinned_memory(run, backend, forced_loop_factory, part: int, seconds: f
 
 
 @pytest.mark.parametrize("part", [4000, 262_144])
-def test_pinned_memory_follows_what_is_unacknowledged(run, backend, forced_loop_factory, part):
+def test_pinned_memory_follows_what_is_unacknowledged(run, forced_loop_factory, part):
     # CASES 13: without bounds to stacking, a busy stream pins everything that it ever sent.
-    check_pinned_memory(run, backend, forced_loop_factory, part, 2.0)
+    check_pinned_memory(run, forced_loop_factory, part, 2.0)
 
 
 @pytest.mark.slow
@@ -400,7 +400,7 @@ def test_pinned_memory_follows_what_is_unacknowledged(run, backend, forced_loop_
 def test_pinned_memory_follows_what_is_unacknowledged_for_long(
     run, backend, forced_loop_factory, part
 ):
-    check_pinned_memory(run, backend, forced_loop_factory, part, 10.0)
+    check_pinned_memory(run, forced_loop_factory, part, 10.0)
 
 
 def test_releases_keep_coming_while_the_stream_is_busy(run, backend, forced_loop_factory):

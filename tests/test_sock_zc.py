@@ -81,7 +81,7 @@ def nothing_left(loop: Any) -> bool:
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
 def test_any_buffer_of_any_size_arrives_and_nothing_is_left_behind(
-    run, forced_loop_factory, backend, family
+    run, forced_loop_factory, family
 ):
     async def main():
         with connected(family=family) as (peer, sock):
@@ -127,7 +127,7 @@ def test_the_options_of_the_socket_stay_as_they_are(run, forced_loop_factory):
 
 
 @pytest.mark.parametrize("sndbuf", [SMALL_SNDBUF, LARGE_SNDBUF])
-def test_it_returns_when_the_memory_is_free(run, forced_loop_factory, backend, sndbuf):
+def test_it_returns_when_the_memory_is_free(run, forced_loop_factory, sndbuf):
     # Fails when: it returns at `sent`.
     content = pattern(3, MIB)
 
@@ -360,9 +360,7 @@ def test_an_error_comes_to_every_call_and_to_the_next(run, forced_loop_factory, 
     run(main(), forced_loop_factory)
 
 
-def test_a_call_behind_an_error_fails_though_earlier_memory_is_still_read(
-    run, forced_loop_factory, backend
-):
+def test_a_call_behind_an_error_fails_though_earlier_memory_is_still_read(run, forced_loop_factory):
     # Fails when: it is queued where sending is over, but the memory of an earlier call is not free.
     async def main():
         with connected() as (peer, sock):

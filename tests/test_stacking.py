@@ -46,7 +46,7 @@ def test_a_stack_ends_each_so_many_bytes(run, backend, forced_loop_factory, eor_
     run(main(), lambda: forced_loop_factory(**settings))
 
 
-def test_release_times_are_those_from_issue_to_notification(run, backend, forced_loop_factory):
+def test_release_times_are_those_from_issue_to_notification(run, forced_loop_factory):
     # Fails when: the clock is read once a run and not once a turn, or unreleased requests count.
     async def main() -> None:
         async with stalled() as (peer, writer):
@@ -68,7 +68,7 @@ def test_release_times_are_those_from_issue_to_notification(run, backend, forced
     run(main(), forced_loop_factory)
 
 
-def test_a_release_time_is_not_read_before_the_wait_for_it(run, backend, forced_loop_factory):
+def test_a_release_time_is_not_read_before_the_wait_for_it(run, forced_loop_factory):
     # Fails when: the clock that was read for an issue serves after the wait for completions, too.
     async def main() -> None:
         async with stalled() as (peer, writer), stalled(sndbuf=SMALL_SNDBUF) as (_, full):
@@ -84,7 +84,7 @@ def test_a_release_time_is_not_read_before_the_wait_for_it(run, backend, forced_
     run(main(), forced_loop_factory)
 
 
-def test_percentiles_tell_quick_releases_from_the_slow_one(run, backend, forced_loop_factory):
+def test_percentiles_tell_quick_releases_from_the_slow_one(run, forced_loop_factory):
     async def main() -> None:
         async with stalled(rcvbuf=None) as (peer, writer):
             reading = asyncio.ensure_future(peer.take(200 * 4000))

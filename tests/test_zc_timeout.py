@@ -90,7 +90,7 @@ def test_a_peer_that_stops_reading_is_reset(run, forced_loop_factory, family):
     run(main(), lambda: forced_loop_factory(zc_timeout=TIMEOUT))
 
 
-def test_pinned_bytes_count_without_anything_unsent(run, backend, forced_loop_factory):
+def test_pinned_bytes_count_without_anything_unsent(run, forced_loop_factory):
     # Fails when: only unsent bytes are looked at.
     async def main() -> None:
         async with stalled() as (_, writer):
