@@ -26,7 +26,6 @@
 #include <unistd.h>
 
 #define BATCH 256
-#define ACCEPT_BURST 128      /* connections taken from one listener a turn */
 #define DATAGRAM_BURST 32     /* datagrams read from one socket a turn */
 #define SEND_BURST (4u << 20) /* bytes one socket sends a turn before others have theirs */
 #define DRAIN_NAP_NS 1000000
@@ -241,23 +240,6 @@ static void receive_some(struct conn *c, uint32_t events)
     } else if (!found && !c->edges && !c->zc_on && events == EPOLLERR) {
         c->edges = true;
         mark_dirty(c);
-    }
-}
-
-static void accept_some(struct conn *c)
-{
-    for (int i = 0; i < ACCEPT_BURST; i++) {
-        int fd = accept4(c->pub.fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
-        if (fd >= 0) {
-            emit(c->r, c->pub.token, AZC_EV_ACCEPT, fd, 0);
-        } else {
-            if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) {
-                c->want_recv = false;
-                emit(c->r, c->pub.token, AZC_EV_ACCEPT, -errno, 0);
-                mark_dirty(c);
-            }
-            return;
-        }
     }
 }
 

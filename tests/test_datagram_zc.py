@@ -302,6 +302,31 @@ def test_enobufs_of_zero_copy_is_copied_and_counted(
     run(main(), forced_loop_factory)
 
 
+def test_segments_that_are_sent_again_are_segments_still(
+    forced: Any, forced_loop_factory: Any, backend: str
+) -> None:
+    # Case 17. Fails when: the control message (UDP_SEGMENT) is not with the copy that goes in its place.
+    if backend == "epoll":
+        pytest.skip("epoll never asks for zero-copy")
+
+    async def main() -> None:
+        loop: Any = asyncio.get_running_loop()
+        server, got, client, _, _ = await pair("127.0.0.1")
+        loop.zc_fault("zc_enobufs", 2)
+        for number in range(4):
+            data = bytes([number]) * 4000
+            assert (await soon(client.zc_sendto(data, segment_size=1500))).nbytes == 4000
+        await got.have(12)
+        assert data_of(got) == [
+            bytes([number]) * size for number in range(4) for size in (1500, 1500, 1000)
+        ]
+        assert loop.zc_stats().fallbacks["ENOBUFS"] == 2
+        client.close()
+        server.close()
+
+    forced(main())
+
+
 def test_enobufs_of_copying_fails_its_operation_alone(run: Any) -> None:
     async def main() -> None:
         loop: Any = asyncio.get_running_loop()
