@@ -228,6 +228,7 @@ azc_reactor *azc_open(const azc_config *cfg, int *err);
 int azc_attach(azc_reactor *r);
 int azc_fall_back(azc_reactor *r);
 int azc_wait(azc_reactor *r, int64_t timeout_ns);
+int azc_idle(azc_reactor *r); /* azc_wait(r, 0) would find nothing to do */
 int azc_detach(azc_reactor *r);
 int azc_drain(azc_reactor *r, int64_t timeout_ns);
 
@@ -294,6 +295,7 @@ typedef struct azc_api {
     size_t (*take_released)(azc_reactor *r, uint64_t *tokens, size_t max);
     void *(*owner)(azc_reactor *r, uint64_t token);
     int (*withdraw)(azc_conn *c, azc_op *op);
+    int (*idle)(azc_reactor *r);
 } azc_api;
 const azc_api *azc_api_table(void);
 

@@ -250,6 +250,7 @@ struct conn {
 struct backend {
     int (*attach)(struct azc_reactor *r);
     int (*wait)(struct azc_reactor *r, int64_t timeout_ns);
+    bool (*idle)(struct azc_reactor *r); /* nothing to ask of the kernel, or to hear from it */
     int (*detach)(struct azc_reactor *r);
     int (*quiesce)(struct conn *c); /* nothing of it is in the kernel but notifications */
     int (*drain)(struct azc_reactor *r, int64_t timeout_ns);

@@ -311,6 +311,11 @@ int azc_wait(azc_reactor *r, int64_t timeout_ns)
     return anything(r) || rc >= 0 ? azc_take_events(r) : rc;
 }
 
+int azc_idle(azc_reactor *r)
+{
+    return !r->n_out && !r->stall.tick && !r->dirty && !anything(r) && r->be_data && r->be->idle(r);
+}
+
 /* Hand out what is there, without entering the kernel. */
 int azc_take_events(azc_reactor *r)
 {
@@ -797,6 +802,7 @@ static void *owner(azc_reactor *r, uint64_t token)
 const azc_api *azc_api_table(void)
 {
     static const azc_api table = {azc_wait,          azc_write, azc_submit,
-                                  azc_take_released, owner,     azc_withdraw};
+                                  azc_take_released, owner,     azc_withdraw,
+                                  azc_idle};
     return &table;
 }

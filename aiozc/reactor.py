@@ -14,7 +14,6 @@ Never: called from another thread than the one that runs the loop.
 from __future__ import annotations
 
 import ctypes
-import heapq
 import os
 import selectors
 from collections.abc import Callable, Iterator, Mapping
@@ -90,7 +89,6 @@ class Reactor:
         self.capabilities = can
         self.conns: dict[int, Any] = {}
         self.listeners: dict[int, Any] = {}  # by descriptor
-        self.woken = False  # there is a byte in the loop's wake-up socket
         self.bare: dict[int, Any] = {}  # by SO_COOKIE: see bare.py
         self.bare_watched = False  # its timer runs
         self.held: dict[int, Any] = {}
@@ -109,7 +107,6 @@ class Reactor:
             self.conns,
             self.held,
             hooks.report_callback_error,
-            heapq.heappop,
             MAX_WAIT,
         )
 

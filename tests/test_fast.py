@@ -247,7 +247,7 @@ def test_a_handle_has_every_slot_that_asyncio_sets():
             if name not in ("_context", "_cancelled", "_args", "_callback", "_repr", "__weakref__"):
                 assert getattr(ours, name) == getattr(theirs, name), name
         again = loop.call_soon(print, 1, 2)
-        assert type(again) is events.Handle
+        assert isinstance(again, events.Handle)
         assert (again._callback, again._args, again._cancelled) == (print, (1, 2), False)
         assert again._repr is None and again._source_traceback is None
         assert repr(again) == repr(theirs)
@@ -641,4 +641,4 @@ def test_handles_must_have_slots():
         _callback = _args = _context = _cancelled = None
 
     with pytest.raises(TypeError, match="slot"):
-        _fast.bind_handle(Handle, Handle, print)
+        _fast.bind_asyncio(Handle, Handle, asyncio.BaseEventLoop)
