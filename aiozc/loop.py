@@ -70,7 +70,12 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
     def _is_wakeup(self, fd: int) -> bool:
         return self._ssock is not None and fd == self._ssock.fileno()
 
-    # -- waking: see call_soon_threadsafe in fast/schedule.c for the order of these --
+    # -- waking: native, but in debug mode; fast/schedule.c has the order of these --
+
+    def _make_self_pipe(self) -> None:
+        super()._make_self_pipe()  # type: ignore[misc]
+        assert self._ssock is not None
+        self._set_wake(self._ssock.fileno(), self._csock.fileno())  # type: ignore[attr-defined]
 
     def _write_to_self(self) -> None:
         if not self._woken:
@@ -84,6 +89,7 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
     def _close_self_pipe(self) -> None:
         # A loop that nobody closed: the garbage collector may come to its sockets before it comes to it.
         if self._ssock is not None and self._ssock.fileno() >= 0:
+            self._set_wake(-1, -1)
             super()._close_self_pipe()  # type: ignore[misc]
 
     # -- running --

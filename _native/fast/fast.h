@@ -129,8 +129,21 @@ enum {
     HANDLE_SLOTS
 };
 int handle_bind(PyObject *module, PyTypeObject *handle, PyTypeObject *timer);
-PyObject *handle_slot(PyObject *handle, int slot); /* borrowed; of one of the four types */
-int handle_is_ours(PyObject *handle);
+extern Py_ssize_t handle_at[HANDLE_SLOTS], timer_due_at;
+/* Borrowed; of one of the four types. */
+static inline PyObject *handle_slot(PyObject *handle, int slot)
+{
+    return *(PyObject **)((char *)handle + handle_at[slot]);
+}
+static inline int handle_is_ours(PyObject *handle)
+{
+    return Py_IS_TYPE(handle, our_handle) || Py_IS_TYPE(handle, our_timer);
+}
+/* Of a timer of ours: its deadline. */
+static inline double timer_due(PyObject *timer)
+{
+    return *(double *)((char *)timer + timer_due_at);
+}
 int handle_is_plain(PyObject *handle);
 int handle_run_is_known(void);
 PyObject *handle_call(PyObject *handle);
@@ -139,7 +152,6 @@ PyObject *handle_new(PyObject *loop, PyObject *context, PyObject *callback, PyOb
                      Py_ssize_t n);
 PyObject *timer_new(PyObject *loop, PyObject *context, PyObject *when, double due,
                     PyObject *callback, PyObject *const *args, Py_ssize_t n);
-double timer_due(PyObject *timer);
 void timer_set_scheduled(PyObject *timer, int is);
 
 /* ---- schedule.c ---- */
@@ -153,10 +165,13 @@ struct scheduler { /* of the loop: in front of what its Python classes add */
     unsigned int seen_version;   /* of the loop's class, when own_call_at was found out */
     char own_call_at;
     char running; /* run_forever runs */
-    char woken;
+    char woken;   /* there is a byte in the wake-up socket */
+    char wakes;   /* these are its two ends */
+    int wake_in, wake_out;
 };
 struct scheduler *scheduler_of(PyObject *loop);
 void scheduler_track(struct scheduler *s);
+int scheduler_woken(struct scheduler *s);
 PyObject *bind_asyncio(PyObject *module, PyObject *args);
 PyTypeObject *scheduler_new_type(void);
 

@@ -17,7 +17,7 @@
 #ifdef Py_GIL_DISABLED
 #define FREE_MAX 0
 #else
-#define FREE_MAX 512
+#define FREE_MAX 16384
 #endif
 
 PyTypeObject *handle_type, *timer_type, *our_handle, *our_timer;
@@ -29,7 +29,8 @@ enum { WHEN, SCHEDULED, TIMER_SLOTS };
 static const char *const slot_names[] = {"_callback",         "_args", "_cancelled", "_loop",
                                          "_source_traceback", "_repr", "_context"};
 static const char *const timer_names[] = {"_when", "_scheduled"};
-static Py_ssize_t at[HANDLE_SLOTS], timer_at[TIMER_SLOTS];
+Py_ssize_t handle_at[HANDLE_SLOTS], timer_due_at;
+static Py_ssize_t timer_at[TIMER_SLOTS];
 
 struct more { /* behind asyncio's slots */
     PyObject *arg; /* of a callback with one argument, as long as _args is empty */
@@ -45,11 +46,6 @@ static int is_timer(PyObject *h)
     return Py_IS_TYPE(h, our_timer);
 }
 
-int handle_is_ours(PyObject *h)
-{
-    return Py_IS_TYPE(h, our_handle) || Py_IS_TYPE(h, our_timer);
-}
-
 static struct more *more_of(PyObject *h)
 {
     return (struct more *)((char *)h + more_at[is_timer(h)]);
@@ -58,16 +54,6 @@ static struct more *more_of(PyObject *h)
 static PyObject **slot(PyObject *h, Py_ssize_t offset)
 {
     return (PyObject **)((char *)h + offset);
-}
-
-PyObject *handle_slot(PyObject *h, int which)
-{
-    return *slot(h, at[which]);
-}
-
-double timer_due(PyObject *h)
-{
-    return more_of(h)->due;
 }
 
 void timer_set_scheduled(PyObject *h, int is)
@@ -121,13 +107,13 @@ static PyObject *made(int timer, PyObject *loop, PyObject *context, PyObject *ca
             PyTuple_SET_ITEM(rest, i, Py_NewRef(args[i]));
     else if (n)
         more_of(h)->arg = Py_NewRef(args[0]);
-    *slot(h, at[HANDLE_CALLBACK]) = Py_NewRef(callback);
-    *slot(h, at[HANDLE_ARGS]) = rest;
-    *slot(h, at[HANDLE_CANCELLED]) = Py_NewRef(Py_False);
-    *slot(h, at[HANDLE_LOOP]) = Py_NewRef(loop);
-    *slot(h, at[HANDLE_TRACEBACK]) = Py_NewRef(Py_None);
-    *slot(h, at[HANDLE_REPR]) = Py_NewRef(Py_None);
-    *slot(h, at[HANDLE_CONTEXT]) = context;
+    *slot(h, handle_at[HANDLE_CALLBACK]) = Py_NewRef(callback);
+    *slot(h, handle_at[HANDLE_ARGS]) = rest;
+    *slot(h, handle_at[HANDLE_CANCELLED]) = Py_NewRef(Py_False);
+    *slot(h, handle_at[HANDLE_LOOP]) = Py_NewRef(loop);
+    *slot(h, handle_at[HANDLE_TRACEBACK]) = Py_NewRef(Py_None);
+    *slot(h, handle_at[HANDLE_REPR]) = Py_NewRef(Py_None);
+    *slot(h, handle_at[HANDLE_CONTEXT]) = context;
     return h;
 }
 
@@ -203,7 +189,7 @@ PyObject *handle_call(PyObject *h)
 static PyObject *get_args(PyObject *h, void *closure)
 {
     (void)closure;
-    PyObject **args = slot(h, at[HANDLE_ARGS]), *only = more_of(h)->arg;
+    PyObject **args = slot(h, handle_at[HANDLE_ARGS]), *only = more_of(h)->arg;
     if (!*args) {
         PyObject *tuple = only ? PyTuple_Pack(1, only) : PyTuple_New(0);
         if (!tuple)
@@ -217,7 +203,7 @@ static PyObject *get_args(PyObject *h, void *closure)
 static int set_args(PyObject *h, PyObject *value, void *closure)
 {
     (void)closure;
-    Py_XSETREF(*slot(h, at[HANDLE_ARGS]), Py_NewRef(value ? value : Py_None));
+    Py_XSETREF(*slot(h, handle_at[HANDLE_ARGS]), Py_NewRef(value ? value : Py_None));
     Py_CLEAR(more_of(h)->arg);
     return 0;
 }
@@ -257,11 +243,11 @@ static PyObject *cancel(PyObject *h, PyObject *ignored)
         return PyObject_CallOneArg(asyncios_cancel[is_timer(h)], h);
     if (is_timer(h) && *slot(h, timer_at[SCHEDULED]) == Py_True)
         s->timers_cancelled++;
-    Py_SETREF(*slot(h, at[HANDLE_CANCELLED]), Py_NewRef(Py_True));
+    Py_SETREF(*slot(h, handle_at[HANDLE_CANCELLED]), Py_NewRef(Py_True));
     PyObject *callback = handle_slot(h, HANDLE_CALLBACK), *args = handle_slot(h, HANDLE_ARGS);
     PyObject *only = more_of(h)->arg;
-    *slot(h, at[HANDLE_CALLBACK]) = Py_NewRef(Py_None);
-    *slot(h, at[HANDLE_ARGS]) = Py_NewRef(Py_None);
+    *slot(h, handle_at[HANDLE_CALLBACK]) = Py_NewRef(Py_None);
+    *slot(h, handle_at[HANDLE_ARGS]) = Py_NewRef(Py_None);
     more_of(h)->arg = NULL;
     Py_XDECREF(callback); /* may run code: the handle is whole */
     Py_XDECREF(args);
@@ -275,7 +261,7 @@ static int traverse(PyObject *h, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(h));
     for (int i = 0; i < HANDLE_SLOTS; i++)
-        Py_VISIT(*slot(h, at[i]));
+        Py_VISIT(*slot(h, handle_at[i]));
     if (is_timer(h))
         Py_VISIT(*slot(h, timer_at[WHEN]));
     Py_VISIT(more_of(h)->arg);
@@ -288,14 +274,14 @@ static int clear(PyObject *h)
     Py_CLEAR(more_of(h)->arg);
     for (int i = 0; i < HANDLE_SLOTS; i++)
         if (i != HANDLE_CANCELLED && i != HANDLE_LOOP)
-            Py_XSETREF(*slot(h, at[i]), Py_NewRef(Py_None));
+            Py_XSETREF(*slot(h, handle_at[i]), Py_NewRef(Py_None));
     return 0;
 }
 
 static void empty(PyObject *h)
 {
     for (int i = 0; i < HANDLE_SLOTS; i++)
-        Py_CLEAR(*slot(h, at[i]));
+        Py_CLEAR(*slot(h, handle_at[i]));
     if (is_timer(h)) {
         Py_CLEAR(*slot(h, timer_at[WHEN]));
         Py_CLEAR(*slot(h, timer_at[SCHEDULED]));
@@ -396,12 +382,13 @@ int handle_bind(PyObject *module, PyTypeObject *type, PyTypeObject *timer)
     asyncios_cancel[1] = PyObject_GetAttrString((PyObject *)timer, "cancel");
     if (!asyncios_cancel[0] || !asyncios_cancel[1])
         return -1;
-    memcpy(at, found, sizeof at);
+    memcpy(handle_at, found, sizeof handle_at);
     memcpy(timer_at, found_timer, sizeof timer_at);
     our_handle = derived(type, "aiozc._fast.Handle", handle_getset, &more_at[0]);
     our_timer = derived(timer, "aiozc._fast.TimerHandle", timer_getset, &more_at[1]);
     if (!our_handle || !our_timer)
         return -1;
+    timer_due_at = more_at[1] + (Py_ssize_t)offsetof(struct more, due);
     handle_run = Py_NewRef(run);
     handle_type = (PyTypeObject *)Py_NewRef(type);
     timer_type = (PyTypeObject *)Py_NewRef(timer);

@@ -8,6 +8,7 @@
 #include "fast.h"
 
 #include <structmember.h>
+#include <sys/socket.h>
 #include <time.h>
 
 static PyTypeObject *scheduler_type;
@@ -98,10 +99,58 @@ static PyObject *call_soon(struct scheduler *s, PyObject *const *args, Py_ssize_
     return soon(s, context, args, n);
 }
 
-/* A byte in the wake-up socket is enough for any number of callbacks. `woken` is cleared after the
+/* ---- waking ----
+ *
+ * A byte in the wake-up socket is enough for any number of callbacks. `woken` is cleared after the
  * socket was emptied (before, the byte of the next caller could be emptied too, and the flag stay set
- * for ever), and the ready queue is looked at after that: who found it set has put his callback there.
+ * for ever), and the ready queue is looked at after that: who found it set has put his callback
+ * there. The GIL is kept for these two calls, which never sleep: whoever is woken waits for it.
  */
+
+static PyObject *set_wake(struct scheduler *s, PyObject *args)
+{
+    if (!PyArg_ParseTuple(args, "ii:_set_wake", &s->wake_in, &s->wake_out))
+        return NULL;
+    s->wakes = s->wake_in >= 0;
+    Py_RETURN_NONE;
+}
+
+static int wake(struct scheduler *s)
+{
+    if (s->wakes && send(s->wake_out, "", 1, MSG_DONTWAIT | MSG_NOSIGNAL) == 1) {
+        s->woken = 1;
+        return 0;
+    }
+    PyObject *rc = PyObject_CallMethodNoArgs((PyObject *)s, n__write_to_self); /* tells what it is */
+    Py_XDECREF(rc);
+    return rc ? 0 : -1;
+}
+
+/* The wake-up socket is readable. What signals wrote into it is asyncio's, behind what is ready. */
+int scheduler_woken(struct scheduler *s)
+{
+    char bytes[4096];
+    ssize_t n;
+    do {
+        n = recv(s->wake_in, bytes, sizeof bytes, MSG_DONTWAIT);
+        ssize_t i = 0;
+        while (i < n && !bytes[i])
+            i++;
+        if (i >= n)
+            continue;
+        PyObject *told = PyObject_GetAttrString((PyObject *)s, "_process_self_data");
+        PyObject *all[] = {told, told ? PyBytes_FromStringAndSize(bytes, n) : NULL};
+        PyObject *rc = all[1] ? call_soon(s, all, 2, NULL) : NULL;
+        Py_XDECREF(all[0]);
+        Py_XDECREF(all[1]);
+        Py_XDECREF(rc);
+        if (!rc)
+            return -1;
+    } while (n == sizeof bytes);
+    s->woken = 0;
+    return 0;
+}
+
 static PyObject *call_soon_threadsafe(struct scheduler *s, PyObject *const *args, Py_ssize_t n,
                                       PyObject *names)
 {
@@ -109,12 +158,8 @@ static PyObject *call_soon_threadsafe(struct scheduler *s, PyObject *const *args
     if (!plain(s, args, n, 1, names, &context))
         return by_asyncio(CALL_SOON_THREADSAFE, s, args, n, names);
     PyObject *handle = soon(s, context, args, n);
-    if (handle && !s->woken) {
-        PyObject *rc = PyObject_CallMethodNoArgs((PyObject *)s, n__write_to_self);
-        if (!rc)
-            Py_CLEAR(handle);
-        Py_XDECREF(rc);
-    }
+    if (handle && !s->woken && wake(s) < 0)
+        Py_CLEAR(handle);
     return handle;
 }
 
@@ -353,6 +398,8 @@ static PyMethodDef methods[] = {
      "create_task($self, coro, /, **kwargs)\n--\n\nAs asyncio's: schedules a coroutine; its Task."},
     {"create_future", (PyCFunction)create_future, METH_NOARGS,
      "create_future($self, /)\n--\n\nA Future of this loop."},
+    {"_set_wake", (PyCFunction)set_wake, METH_VARARGS,
+     "(descriptor to read, to write): of the wake-up socket; -1, -1: it is closed."},
     {"_begin_run", (PyCFunction)begin_run, METH_NOARGS, NULL},
     {"_end_run", (PyCFunction)end_run, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},

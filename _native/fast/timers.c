@@ -12,7 +12,7 @@
 #include <math.h>
 
 /* Is a before b? -1: an exception, or the list changed while Python compared. */
-static int before(PyObject *list, PyObject *a, PyObject *b)
+static inline int before(PyObject *list, PyObject *a, PyObject *b)
 {
     if (Py_IS_TYPE(a, our_timer) && Py_IS_TYPE(b, our_timer))
         return timer_due(a) < timer_due(b);
@@ -77,11 +77,8 @@ int timers_push(PyObject *list, PyObject *timer)
 static PyObject *pop(PyObject *list)
 {
     Py_ssize_t n = PyList_GET_SIZE(list);
-    PyObject *timer = Py_NewRef(PyList_GET_ITEM(list, n - 1));
-    if (PyList_SetSlice(list, n - 1, n, NULL) < 0) {
-        Py_DECREF(timer);
-        return NULL;
-    }
+    PyObject *timer = PyList_GET_ITEM(list, n - 1); /* the list's reference is ours now */
+    Py_SET_SIZE(list, n - 1);
     if (n > 1) {
         PyObject *first = PyList_GET_ITEM(list, 0);
         PyList_SET_ITEM(list, 0, timer);

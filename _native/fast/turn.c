@@ -122,7 +122,10 @@ static int wait_for(Core *self, int64_t ns)
 /* Something fired: run plain events now, leave the rest to loop._fired. */
 static int after_wait(Core *self, struct scheduler *s, int fired)
 {
-    if (fired > 0 && !(fired & ~(AZC_FIRED_EVENTS | AZC_FIRED_RELEASED))) {
+    if (fired > 0 && fired & AZC_FIRED_WAKE && s->wakes && scheduler_woken(s) == 0 &&
+        !(fired &= ~AZC_FIRED_WAKE))
+        return PyErr_CheckSignals();
+    if (fired > 0 && !PyErr_Occurred() && !(fired & ~(AZC_FIRED_EVENTS | AZC_FIRED_RELEASED))) {
         self->b.n = fired & AZC_FIRED_EVENTS; /* first: the batch survives whatever happens */
         self->b.i = 0;
         if (fired & AZC_FIRED_RELEASED && drop_released(&self->b) < 0)
@@ -136,7 +139,7 @@ static int after_wait(Core *self, struct scheduler *s, int fired)
         Py_INCREF(self->handle);
         return 0;
     }
-    if (PyErr_CheckSignals() < 0 && fired <= 0)
+    if (!PyErr_Occurred() && PyErr_CheckSignals() < 0 && fired <= 0)
         return -1;
     PyObject *exc = PyErr_Occurred() ? take_exception() : NULL; /* first keep what fired */
     PyObject *n = PyLong_FromLong(fired), *kept = n ? call1((PyObject *)s, n__fired, n) : NULL;
