@@ -257,6 +257,7 @@ int azc_conn_stop(azc_conn *c);
 int azc_conn_quiesce(azc_conn *c);
 void azc_conn_notify(azc_conn *c, uint32_t what);
 uint64_t azc_conn_outstanding(azc_conn *c);
+int azc_conn_drained(azc_conn *c);
 void azc_conn_flush(azc_conn *c);
 void azc_conn_hold(azc_conn *c, int on); /* while on, what is queued waits: other bytes go first */
 int azc_conn_abort(azc_conn *c, int error);
@@ -296,6 +297,7 @@ typedef struct azc_api {
     void *(*owner)(azc_reactor *r, uint64_t token);
     int (*withdraw)(azc_conn *c, azc_op *op);
     int (*idle)(azc_reactor *r);
+    int (*drained)(azc_conn *c);
 } azc_api;
 const azc_api *azc_api_table(void);
 

@@ -328,6 +328,7 @@ void req_leave_grave(struct req *q);
 void sendq_queued(struct conn *c, uint64_t n);
 void sendq_unqueued(struct conn *c, uint64_t n);
 int sendq_push(struct conn *c, const char *base, size_t len, azc_op *op);
+int sendq_push_all(struct conn *c, const azc_iov *parts, size_t n, azc_op *op);
 int sendq_copy(struct conn *c, const char *base, size_t len);
 int sendq_gather(struct conn *c, struct gathered *g);
 int sendq_gather_plain(struct conn *c, struct gathered *g);

@@ -121,6 +121,13 @@ uint64_t azc_conn_outstanding(azc_conn *pub)
     return outstanding(conn_of(pub));
 }
 
+/* Is it at most what the loop's zc_low_water says? */
+int azc_conn_drained(azc_conn *pub)
+{
+    struct conn *c = conn_of(pub);
+    return outstanding(c) <= c->r->cfg.zc_low_water;
+}
+
 /* Tell Python what it asked to be told, once. */
 void conn_notify(struct conn *c)
 {
@@ -738,14 +745,11 @@ azc_op *azc_submit(azc_conn *pub, const azc_iov *parts, size_t n)
     azc_op *op = op_new(c->r, OP_USER, total);
     if (!op)
         return NULL;
-    for (size_t i = 0; i < n; i++)
-        if (parts[i].len && sendq_push(c, parts[i].base, parts[i].len, op) < 0) {
-            if (op->parts)
-                sendq_remove(c, op);
-            c->r->stats.operations_live--;
-            op_forget(c->r, op);
-            return NULL;
-        }
+    if (sendq_push_all(c, parts, n, op) < 0) {
+        c->r->stats.operations_live--;
+        op_forget(c->r, op);
+        return NULL;
+    }
     mark_dirty(c);
     return op;
 }
@@ -803,6 +807,6 @@ const azc_api *azc_api_table(void)
 {
     static const azc_api table = {azc_wait,          azc_write, azc_submit,
                                   azc_take_released, owner,     azc_withdraw,
-                                  azc_idle};
+                                  azc_idle,          azc_conn_drained};
     return &table;
 }

@@ -73,9 +73,10 @@ async def zc_drain(self: asyncio.StreamWriter) -> None:
 
     ConnectionResetError: the connection is gone.
     """
-    transport: Any = self.transport
+    transport: Any = self._transport  # type: ignore[attr-defined]
     if isinstance(transport, StreamTransport):
-        await transport._zc_drain()
+        if not transport._drained():
+            await transport._zc_drain()
     elif isinstance(transport, hooks.SSLProtocolTransport):
         await tls_drain(transport)
     else:

@@ -629,11 +629,6 @@ def test_a_list_that_shrinks_while_it_is_locked():
     assert parts.nbytes == 3
 
 
-def test_parts_are_for_transports_of_ours():
-    with pytest.raises(TypeError, match="transport"):
-        _fast.Parts(b"123").submit(object())
-
-
 def test_handles_must_have_slots():
     """The offsets are read off asyncio's class: another layout is refused, not guessed."""
 

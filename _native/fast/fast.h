@@ -83,7 +83,6 @@ struct fields { /* of a transport, behind the slots of asyncio's classes */
 };
 
 struct fields *fields_of(PyObject *transport);
-azc_conn *conn_of_transport(PyObject *transport); /* NULL: an exception is set */
 PyObject *transport_base(PyObject *module, PyObject *bases);
 
 /* ---- operation.c ---- */

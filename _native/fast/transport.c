@@ -20,18 +20,6 @@ struct fields *fields_of(PyObject *transport)
     return (struct fields *)((char *)transport + base_size);
 }
 
-azc_conn *conn_of_transport(PyObject *transport)
-{
-    if (!base_type || !PyObject_TypeCheck(transport, base_type)) {
-        PyErr_SetString(PyExc_TypeError, "not a transport of aiozc");
-        return NULL;
-    }
-    azc_conn *conn = fields_of(transport)->conn;
-    if (!conn)
-        PyErr_SetString(PyExc_ConnectionResetError, "the transport is closed");
-    return conn;
-}
-
 /* The slots of asyncio's classes: their own traverse cannot be called from here (it begins at the
  * object's type again). */
 static PyObject **slots_of(PyObject *self)
@@ -150,6 +138,14 @@ static PyObject *tr_zc_write(PyObject *self, PyObject *data)
     return op;
 }
 
+/* _drained(): nobody has to wait. False: Python looks what it is. */
+static PyObject *tr_drained(PyObject *self, PyObject *ignored)
+{
+    (void)ignored;
+    struct fields *f = fields_of(self);
+    return PyBool_FromLong(f->open && f->conn && api->drained(f->conn));
+}
+
 static PyObject *tr_bind(PyObject *self, PyObject *args)
 {
     unsigned long long address;
@@ -183,6 +179,8 @@ static PyMethodDef methods[] = {
      "TypeError: not bytes-like. On a lost connection it does nothing, as asyncio's."},
     {"zc_write", tr_zc_write, METH_O,
      "Queue a buffer, or a list of buffers, zero-copy; its Operation. See StreamWriter.zc_submit."},
+    {"_drained", tr_drained, METH_NOARGS,
+     "Are the unsent and pinned bytes of an open transport at most zc_low_water?"},
     {"_bind", tr_bind, METH_VARARGS, "(address of the transport's azc_conn, reactor.held)"},
     {"_unbind", tr_unbind, METH_NOARGS, "The connection is about to be closed. Idempotent."},
     {NULL, NULL, 0, NULL},
