@@ -298,6 +298,7 @@ typedef struct azc_api {
     int (*withdraw)(azc_conn *c, azc_op *op);
     int (*idle)(azc_reactor *r);
     int (*drained)(azc_conn *c);
+    int (*sendto)(azc_conn *c, const char *p, size_t n, const char *name, size_t namelen);
 } azc_api;
 const azc_api *azc_api_table(void);
 

@@ -75,7 +75,7 @@ async def zc_drain(self: asyncio.StreamWriter) -> None:
     """
     transport: Any = self._transport  # type: ignore[attr-defined]
     if isinstance(transport, StreamTransport):
-        if not transport._drained():
+        if not transport._is_drained():
             await transport._zc_drain()
     elif isinstance(transport, hooks.SSLProtocolTransport):
         await tls_drain(transport)

@@ -147,6 +147,48 @@ static int received(struct batch *self, const azc_event *e)
     return rc;
 }
 
+/* The address of a sockaddr, as socket.recvfrom gives it: a new reference. */
+static PyObject *address_of(PyObject *owner, struct fields *f, const char *name, Py_ssize_t n)
+{
+    PyObject *key = PyBytes_FromStringAndSize(name, n);
+    PyObject *found = key && f->addresses ? PyDict_GetItemWithError(f->addresses, key) : NULL;
+    Py_XINCREF(found);
+    if (key && !found && !PyErr_Occurred())
+        found = call1(owner, n__learn, key);
+    Py_XDECREF(key);
+    return found;
+}
+
+/* An exception of the protocol is told, and the transport goes on: as asyncio. */
+static int deliver_datagram(struct batch *self, const azc_event *e, PyObject *owner)
+{
+    struct fields *f = fields_of(owner);
+    const char *p = self->memory + e->arg * self->stride;
+    azc_datagram head;
+    memcpy(&head, p, sizeof head);
+    PyObject *protocol = Py_NewRef(f->protocol), *context = Py_NewRef(f->context), *rc = NULL;
+    PyObject *address = address_of(owner, f, p + sizeof head, head.namelen);
+    PyObject *data = PyBytes_FromStringAndSize(p + sizeof head + AZC_NAME_MAX, head.payloadlen);
+    if (address && data && PyContext_Enter(context) == 0) {
+        PyObject *args[] = {protocol, data, address};
+        rc = PyObject_VectorcallMethod(n_datagram_received, args,
+                                       3 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+        if (PyContext_Exit(context) < 0)
+            Py_CLEAR(rc);
+    }
+    Py_XDECREF(address);
+    Py_XDECREF(data);
+    Py_DECREF(context);
+    Py_DECREF(protocol);
+    if (!rc && !must_leave()) {
+        PyObject *exc = take_exception();
+        rc = call1(owner, n__datagram_failed, exc);
+        Py_DECREF(exc);
+    }
+    Py_XDECREF(rc);
+    return rc ? 0 : -1;
+}
+
 static PyObject *hand_out(struct batch *self, const azc_event *e, PyObject *to)
 {
     switch (e->kind) {
@@ -168,6 +210,13 @@ int event_happened(struct batch *self, const azc_event *e)
 {
     if (e->kind == AZC_EV_RECV)
         return received(self, e);
+    PyObject *transport = e->kind == AZC_EV_DATAGRAM && e->res >= 0 ? api->owner(self->r, e->token) : NULL;
+    if (transport && fields_of(transport)->fast == FAST_DGRAM) {
+        Py_INCREF(transport);
+        int rc = deliver_datagram(self, e, transport);
+        Py_DECREF(transport);
+        return rc;
+    }
     int of_op = e->kind == AZC_EV_SENT || e->kind == AZC_EV_RELEASED;
     PyObject *to = look_up(of_op ? self->held : self->conns, e->token, e->kind == AZC_EV_RELEASED);
     if (!to) {

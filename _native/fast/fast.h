@@ -48,6 +48,10 @@ extern const azc_api *api; /* the reactor's functions; set once by bind() */
     X(_on_write)                                                                                   \
     X(_on_accept)                                                                                  \
     X(_on_datagram)                                                                                \
+    X(_datagram_failed)                                                                            \
+    X(datagram_received)                                                                           \
+    X(_learn)                                                                                      \
+    X(_sendto)                                                                                     \
     X(_on_sent)                                                                                    \
     X(_look)                                                                                       \
     X(_wake)                                                                                       \
@@ -72,18 +76,23 @@ PyObject *call_ints(PyObject *self, PyObject *name, long a, long b);
 /* What receiving may do without asking Python: `_fast` of a transport. */
 #define FAST_DATA 1   /* protocol.data_received */
 #define FAST_BUFFER 2 /* protocol.get_buffer and buffer_updated */
+#define FAST_DGRAM 3  /* protocol.datagram_received */
 
 struct fields { /* of a transport, behind the slots of asyncio's classes */
     azc_conn *conn;
     PyObject *protocol, *context;
     PyObject *held;     /* the reactor's, by token: who keeps what locked */
+    PyObject *names;    /* of a datagram transport: the sockaddr of an address, and the other */
+    PyObject *addresses; /* way round; dictionaries, or NULL */
     unsigned char fast; /* FAST_*, or 0: see stream.py's _review */
+    char connected;     /* datagrams need no address */
     char open;          /* write() may queue */
     char closing;       /* close() or abort() was called */
 };
 
 struct fields *fields_of(PyObject *transport);
 PyObject *transport_base(PyObject *module, PyObject *bases);
+PyObject *datagram_sendto(PyObject *module, PyObject *ignored);
 
 /* ---- operation.c ---- */
 

@@ -78,6 +78,8 @@ static PyMethodDef functions[] = {
      "asyncio's Handle, TimerHandle and BaseEventLoop. Called once, at import."},
     {"transport_base", transport_base, METH_O,
      "A class with the given bases and the native fields of a transport."},
+    {"datagram_sendto", datagram_sendto, METH_NOARGS,
+     "The method sendto() for a datagram transport's class."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -39,6 +39,8 @@ static int traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(f->protocol);
     Py_VISIT(f->context);
     Py_VISIT(f->held);
+    Py_VISIT(f->names);
+    Py_VISIT(f->addresses);
     for (Py_ssize_t i = 0; i < slot_count(); i++)
         Py_VISIT(slots_of(self)[i]);
     return 0;
@@ -50,6 +52,8 @@ static int clear(PyObject *self)
     Py_CLEAR(f->protocol);
     Py_CLEAR(f->context);
     Py_CLEAR(f->held);
+    Py_CLEAR(f->names);
+    Py_CLEAR(f->addresses);
     for (Py_ssize_t i = 0; i < slot_count(); i++)
         Py_CLEAR(slots_of(self)[i]);
     return 0;
@@ -138,7 +142,7 @@ static PyObject *tr_zc_write(PyObject *self, PyObject *data)
     return op;
 }
 
-/* _drained(): nobody has to wait. False: Python looks what it is. */
+/* _is_drained(): nobody has to wait. False: Python looks what it is. */
 static PyObject *tr_drained(PyObject *self, PyObject *ignored)
 {
     (void)ignored;
@@ -179,17 +183,70 @@ static PyMethodDef methods[] = {
      "TypeError: not bytes-like. On a lost connection it does nothing, as asyncio's."},
     {"zc_write", tr_zc_write, METH_O,
      "Queue a buffer, or a list of buffers, zero-copy; its Operation. See StreamWriter.zc_submit."},
-    {"_drained", tr_drained, METH_NOARGS,
+    {"_is_drained", tr_drained, METH_NOARGS,
      "Are the unsent and pinned bytes of an open transport at most zc_low_water?"},
     {"_bind", tr_bind, METH_VARARGS, "(address of the transport's azc_conn, reactor.held)"},
     {"_unbind", tr_unbind, METH_NOARGS, "The connection is about to be closed. Idempotent."},
     {NULL, NULL, 0, NULL},
 };
 
+/* ---- datagrams ---- */
+
+/* The sockaddr to send to, borrowed; NULL without an exception: Python is to look. */
+static PyObject *sockaddr_of(struct fields *f, PyObject *address, PyObject *nothing)
+{
+    if (f->connected)
+        return address == Py_None ? nothing : NULL;
+    if (!f->names || !PyDict_CheckExact(f->names) || !PyTuple_CheckExact(address))
+        return NULL;
+    PyObject *name = PyDict_GetItemWithError(f->names, address);
+    if (!name)
+        PyErr_Clear(); /* an address that cannot be hashed */
+    return name && PyBytes_CheckExact(name) ? name : NULL;
+}
+
+/* sendto(data, addr=None): bytes to an address that was seen before are queued here. */
+static PyObject *dg_sendto(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *names)
+{
+    static PyObject *nothing;
+    struct fields *f = fields_of(self);
+    PyObject *to = NULL;
+    if (!nothing && !(nothing = PyBytes_FromStringAndSize(NULL, 0)))
+        return NULL;
+    if (!names && n && n <= 2 && f->open && f->conn && PyBytes_CheckExact(args[0]))
+        to = sockaddr_of(f, n == 2 ? args[1] : Py_None, nothing);
+    if (!to) {
+        PyObject *method = PyObject_GetAttr(self, n__sendto);
+        PyObject *rc = method ? PyObject_Vectorcall(method, args, (size_t)n, names) : NULL;
+        Py_XDECREF(method);
+        return rc;
+    }
+    int rc = api->sendto(f->conn, PyBytes_AS_STRING(args[0]), (size_t)PyBytes_GET_SIZE(args[0]),
+                         PyBytes_AS_STRING(to), (size_t)PyBytes_GET_SIZE(to));
+    if (rc < 0)
+        return PyErr_Format(PyExc_MemoryError, "aiozc: no memory to queue a datagram");
+    if (rc)
+        return PyObject_CallMethodNoArgs(self, n__maybe_pause_protocol);
+    Py_RETURN_NONE;
+}
+
+/* Not in the base type: streams have none. */
+PyObject *datagram_sendto(PyObject *module, PyObject *ignored)
+{
+    (void)module, (void)ignored;
+    static PyMethodDef method = {
+        "sendto", (PyCFunction)(void (*)(void))dg_sendto, METH_FASTCALL | METH_KEYWORDS,
+        "sendto($self, /, data, addr=None)\n--\n\n"
+        "Queue a copy of one datagram; those of one turn leave together, in call order.\n\n"
+        "addr: where the socket is not connected. TypeError: not bytes-like. ValueError: another "
+        "address than\nthe connected one. Errors of sending reach error_received."};
+    return PyDescr_NewMethod(base_type, &method);
+}
+
 PyObject *transport_base(PyObject *module, PyObject *bases)
 {
     (void)module;
-    static PyMemberDef members[6];
+    static PyMemberDef members[9];
     if (!PyTuple_Check(bases) || !PyTuple_GET_SIZE(bases) ||
         !PyType_Check(PyTuple_GET_ITEM(bases, 0))) {
         PyErr_SetString(PyExc_TypeError, "a tuple of classes is needed");
@@ -206,6 +263,12 @@ PyObject *transport_base(PyObject *module, PyObject *bases)
                                base_size + (Py_ssize_t)offsetof(struct fields, open), 0, NULL};
     members[4] = (PyMemberDef){"_closing", T_BOOL,
                                base_size + (Py_ssize_t)offsetof(struct fields, closing), 0, NULL};
+    members[5] = (PyMemberDef){"_names", T_OBJECT,
+                               base_size + (Py_ssize_t)offsetof(struct fields, names), 0, NULL};
+    members[6] = (PyMemberDef){"_addresses", T_OBJECT,
+                               base_size + (Py_ssize_t)offsetof(struct fields, addresses), 0, NULL};
+    members[7] = (PyMemberDef){"_connected", T_BOOL,
+                               base_size + (Py_ssize_t)offsetof(struct fields, connected), 0, NULL};
     PyType_Slot slots[] = {
         {Py_tp_traverse, traverse}, {Py_tp_clear, clear},     {Py_tp_dealloc, dealloc},
         {Py_tp_methods, methods},   {Py_tp_members, members}, {0, NULL},

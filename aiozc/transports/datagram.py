@@ -18,7 +18,7 @@ import struct
 from asyncio.log import logger
 from typing import TYPE_CHECKING, Any
 
-from .. import hooks
+from .. import _fast, hooks
 from .._reactor_c import ffi, lib
 from ..buffers import export
 from ..operation import Operation, path_name
@@ -35,6 +35,7 @@ _FAMILY = struct.Struct("=H")
 _INET = struct.Struct("!2xH4s8x")
 _INET6 = struct.Struct("!2xHI16sI")
 _SCOPE = struct.Struct("=I")  # sin6_scope_id alone is in host order
+_fast_datagram = 3  # FAST_DGRAM of fast.h
 _REMEMBERED = 4096  # addresses whose two forms are kept
 MAX_SEGMENT = 65507  # payload of the largest IPv4 datagram
 MAX_SEGMENTS = 128  # UDP_MAX_SEGMENTS (measured on 6.18); 64 in older kernels
@@ -79,11 +80,13 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
     ) -> None:
         self._address = address
         self._family = sock.family
-        self._names: dict[Any, bytes] = {}
-        self._addresses: dict[bytes, Any] = {}
+        self._names = {}
+        self._addresses = {}
         super().__init__(loop, sock, protocol, waiter, extra, None, int(self._family))
         # Empty on a connected socket, where sendto only compares the address.
         self._remembered_name = self._names.get
+        self._connected = bool(self._address or self._extra["peername"])
+        self._open = True
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         if name != "zero_copy":
@@ -94,7 +97,21 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
         path = path_name(conn.path) if conn.path else "unknown"
         return ZeroCopyInfo("uring", int(conn.zc_threshold), bool(conn.adaptive), path)
 
-    # -- receiving --
+    if TYPE_CHECKING:  # fields of the native base
+
+        _names: dict[Any, bytes]
+        _addresses: dict[bytes, Any]
+        _connected: bool
+
+    # -- receiving: native (fast/events.c), but errors and what comes while closing --
+
+    def _begin(self) -> None:
+        super()._begin()
+        if not self._closing:
+            self._fast = _fast_datagram
+
+    def _stopped(self) -> None:
+        self._fast = 0
 
     def _on_datagram(self, res: int, start: int) -> None:
         if self._conn_lost or (self._closing and res >= 0):
@@ -114,15 +131,18 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
         except (SystemExit, KeyboardInterrupt):
             raise
         except BaseException as exc:
-            # As from asyncio's reader callback: reported, and the transport goes on.
-            self._loop.call_exception_handler(
-                {
-                    "message": "Exception in a datagram protocol's callback",
-                    "exception": exc,
-                    "transport": self,
-                    "protocol": self._protocol,
-                }
-            )
+            self._datagram_failed(exc)
+
+    def _datagram_failed(self, exc: BaseException) -> None:
+        # As from asyncio's reader callback: reported, and the transport goes on.
+        self._loop.call_exception_handler(
+            {
+                "message": "Exception in a datagram protocol's callback",
+                "exception": exc,
+                "transport": self,
+                "protocol": self._protocol,
+            }
+        )
 
     def _learn(self, name: bytes) -> Any:
         """The address that socket.recvfrom would give for a sockaddr."""
@@ -151,7 +171,10 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
 
     # -- sending --
 
-    def sendto(self, data: Any, addr: Any = None) -> None:
+    sendto = _fast.datagram_sendto()
+
+    def _sendto(self, data: Any, addr: Any = None) -> None:
+        """What sendto() does not do by itself."""
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise TypeError(
                 f"data argument must be a bytes-like object, not {type(data).__name__!r}"
