@@ -82,7 +82,10 @@ static void send_some(struct conn *c)
         struct req *q = req_new(c, &g);
         if (!q)
             return;
-        ssize_t rc = sendmsg(c->pub.fd, &c->q.msg, MSG_DONTWAIT | MSG_NOSIGNAL);
+        const struct iovec *first = c->q.iov;
+        int flags = MSG_DONTWAIT | MSG_NOSIGNAL;
+        ssize_t rc = g.parts == 1 ? send(c->pub.fd, first->iov_base, first->iov_len, flags)
+                                  : sendmsg(c->pub.fd, &c->q.msg, flags);
         int32_t res = rc < 0 ? -errno : (int32_t)rc;
         c->want_out = res == -EAGAIN || (res >= 0 && (uint64_t)res < g.bytes);
         req_first(q, res, false);
@@ -157,29 +160,30 @@ static void receive(struct conn *c)
     }
 }
 
-/* Lay them out as the kernel's multishot recvmsg does. */
+/* One call for as many as there are; laid out as the kernel's multishot recvmsg does. */
 static void receive_datagrams(struct conn *c)
 {
     struct azc_reactor *r = c->r;
-    for (int i = 0; i < DATAGRAM_BURST && r->n_spare && c->want_recv; i++) {
-        uint16_t buffer = r->spare[r->n_spare - 1];
-        char *at = r->bufs + buffer * r->buf_stride;
-        size_t head = sizeof(azc_datagram) + AZC_NAME_MAX;
-        struct iovec iov = {at + head, r->buf_size - head};
-        struct msghdr m = {.msg_name = at + sizeof(azc_datagram),
-                           .msg_namelen = AZC_NAME_MAX,
-                           .msg_iov = &iov,
-                           .msg_iovlen = 1};
-        ssize_t n = recvmsg(c->pub.fd, &m, MSG_DONTWAIT);
-        if (n < 0) {
-            if (errno != EAGAIN && errno != EINTR)
-                emit(r, c->pub.token, AZC_EV_DATAGRAM, -errno, 0);
-            return;
-        }
-        azc_datagram d = {.namelen = m.msg_namelen, .payloadlen = (uint32_t)n};
-        memcpy(at, &d, sizeof d);
-        r->n_spare--;
-        emit(r, c->pub.token, AZC_EV_DATAGRAM, (int32_t)(head + (size_t)n), buffer);
+    struct mmsghdr m[DATAGRAM_BURST];
+    struct iovec iov[DATAGRAM_BURST];
+    size_t head = sizeof(azc_datagram) + AZC_NAME_MAX;
+    unsigned want = r->n_spare < DATAGRAM_BURST ? r->n_spare : DATAGRAM_BURST;
+    for (unsigned i = 0; i < want; i++) {
+        char *at = r->bufs + r->spare[r->n_spare - 1 - i] * r->buf_stride;
+        iov[i] = (struct iovec){at + head, r->buf_size - head};
+        m[i].msg_hdr = (struct msghdr){.msg_name = at + sizeof(azc_datagram),
+                                       .msg_namelen = AZC_NAME_MAX,
+                                       .msg_iov = &iov[i],
+                                       .msg_iovlen = 1};
+    }
+    int n = want ? recvmmsg(c->pub.fd, m, want, MSG_DONTWAIT, NULL) : 0;
+    if (n < 0 && errno != EAGAIN && errno != EINTR)
+        emit(r, c->pub.token, AZC_EV_DATAGRAM, -errno, 0);
+    for (int i = 0; i < n; i++) {
+        uint16_t buffer = r->spare[--r->n_spare];
+        azc_datagram d = {.namelen = m[i].msg_hdr.msg_namelen, .payloadlen = m[i].msg_len};
+        memcpy(r->bufs + buffer * r->buf_stride, &d, sizeof d);
+        emit(r, c->pub.token, AZC_EV_DATAGRAM, (int32_t)(head + m[i].msg_len), buffer);
     }
 }
 
