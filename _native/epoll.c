@@ -18,8 +18,8 @@
 #include <unistd.h>
 
 #define BATCH 256
-#define ACCEPT_BURST 128      /* connections taken from one listener a turn */
-#define DATAGRAM_BURST 32     /* datagrams read from one socket a turn */
+#define ACCEPT_BURST 128  /* connections taken from one listener a turn */
+#define DATAGRAM_BURST 32 /* datagrams read from one socket a turn */
 #define QUIET_LOOKS 64
 #define QUIET_NS 50000
 #define SEND_BURST (4u << 20) /* bytes one socket sends a turn before others have theirs */
@@ -287,8 +287,8 @@ static int epoll_wait_turn(struct azc_reactor *r, int64_t timeout_ns)
     }
 }
 
-/* A program that only runs its own callbacks is not charged a system call for each turn of them: once
- * many looks in a row found nothing, the next is a little later. A few turns always look. */
+/* A program that only runs its own callbacks is not charged a system call for each turn of them:
+ * once many looks in a row found nothing, the next is a little later. A few turns always look. */
 static bool epoll_idle(struct azc_reactor *r)
 {
     struct ep *e = ep_of(r);

@@ -805,8 +805,8 @@ static void *owner(azc_reactor *r, uint64_t token)
 
 const azc_api *azc_api_table(void)
 {
-    static const azc_api table = {azc_wait,          azc_write, azc_submit,
-                                  azc_take_released, owner,     azc_withdraw,
-                                  azc_idle,          azc_conn_drained, azc_sendto};
+    static const azc_api table = {azc_wait,  azc_write,    azc_submit, azc_take_released,
+                                  owner,     azc_withdraw, azc_idle,   azc_conn_drained,
+                                  azc_sendto};
     return &table;
 }

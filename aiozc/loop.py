@@ -109,9 +109,9 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
         """One turn, in asyncio's order: what was ready and descriptors, then the reactor's events, then timers;
         within run_forever native turns until the loop is to stop.
 
-        Native (fast/turn.c), but in debug mode, where callbacks are timed. A native turn that only brings events runs them at once, and what their callbacks
-        schedule runs in the same turn: a loop with one busy connection spends most of its time on turns
-        (bench/peers.py, rows x1).
+        Native (fast/turn.c), but in debug mode, where callbacks are timed. A native turn that only brings
+        events runs them at once, and what their callbacks schedule runs in the same turn: a loop with one
+        busy connection spends most of its time on turns (bench/peers.py, rows x1).
         """
         if not self._reactor.core.turn(self, hooks.MIN_SCHEDULED):
             super()._run_once()  # type: ignore[misc]

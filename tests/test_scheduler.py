@@ -165,25 +165,25 @@ def test_a_cycle_through_a_cancelled_timer_is_collected(loop, how):
 @pytest.mark.filterwarnings("ignore:unclosed")
 def test_a_dropped_loop_with_callbacks_that_wait_is_collected(when, timer):
     # Fails when: the end of a run does not tell the collector of what waits.
-    loop = aiozc.new_event_loop()
-    held = []
+    def dropped():
+        loop = aiozc.new_event_loop()
+        held = [loop]
 
-    def schedule():
-        held.append(loop.call_later(100, held.append, held) if timer else loop.call_soon(held.append, held))
+        def schedule():
+            if timer:
+                held.append(loop.call_later(100, held.append, held))
+            else:
+                held.append(loop.call_soon(held.append, held))
 
-    if when == "within":
-
-        async def main():
+        if when == "before":
             schedule()
+        else:
+            loop.call_soon(loop.stop)
+            loop.call_soon(schedule)
+            loop.run_forever()
+        return weakref.ref(loop)
 
-        loop.call_soon(loop.stop)
-        loop.call_soon(schedule)
-        loop.run_forever()
-    else:
-        schedule()
-    held.append(loop)
-    gone = weakref.ref(loop)
-    del loop, held, schedule
+    gone = dropped()
     gc.collect()
     assert gone() is None
 
@@ -370,7 +370,12 @@ def test_tasks_are_made_as_asyncio_makes_them(pair):
         assert on.run_until_complete(named) == "mine"
         assert on.run_until_complete(plain).startswith("Task-")
         made = []
-        on.set_task_factory(lambda on, coro, **kwargs: made.append(coro) or asyncio.Task(coro, loop=on))
+
+        def factory(on, coro, made=made, **kwargs):
+            made.append(coro)
+            return asyncio.Task(coro, loop=on)
+
+        on.set_task_factory(factory)
         on.run_until_complete(on.create_task(nothing()))
         assert len(made) == 1
         on.set_task_factory(None)

@@ -210,7 +210,8 @@ int event_happened(struct batch *self, const azc_event *e)
 {
     if (e->kind == AZC_EV_RECV)
         return received(self, e);
-    PyObject *transport = e->kind == AZC_EV_DATAGRAM && e->res >= 0 ? api->owner(self->r, e->token) : NULL;
+    PyObject *transport =
+        e->kind == AZC_EV_DATAGRAM && e->res >= 0 ? api->owner(self->r, e->token) : NULL;
     if (transport && fields_of(transport)->fast == FAST_DGRAM) {
         Py_INCREF(transport);
         int rc = deliver_datagram(self, e, transport);

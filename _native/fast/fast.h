@@ -81,13 +81,13 @@ PyObject *call_ints(PyObject *self, PyObject *name, long a, long b);
 struct fields { /* of a transport, behind the slots of asyncio's classes */
     azc_conn *conn;
     PyObject *protocol, *context;
-    PyObject *held;     /* the reactor's, by token: who keeps what locked */
-    PyObject *names;    /* of a datagram transport: the sockaddr of an address, and the other */
+    PyObject *held;      /* the reactor's, by token: who keeps what locked */
+    PyObject *names;     /* of a datagram transport: the sockaddr of an address, and the other */
     PyObject *addresses; /* way round; dictionaries, or NULL */
-    unsigned char fast; /* FAST_*, or 0: see stream.py's _review */
-    char connected;     /* datagrams need no address */
-    char open;          /* write() may queue */
-    char closing;       /* close() or abort() was called */
+    unsigned char fast;  /* FAST_*, or 0: see stream.py's _review */
+    char connected;      /* datagrams need no address */
+    char open;           /* write() may queue */
+    char closing;        /* close() or abort() was called */
 };
 
 struct fields *fields_of(PyObject *transport);

@@ -1,9 +1,9 @@
 /* handle.c - what call_soon and call_later answer: subclasses of asyncio's Handle and TimerHandle.
  *
  * Owns: the offsets of asyncio's slots, which are looked up once, and a short list of dead handles
- * that are used again. Everything that asyncio keeps in a handle lies in asyncio's own slots, so its
- * methods (repr, _run, comparison) are used as they are; behind them a single argument without a
- * tuple, and the deadline as a double.
+ * that are used again. Everything that asyncio keeps in a handle lies in asyncio's own slots, so
+ * its methods (repr, _run, comparison) are used as they are; behind them a single argument without
+ * a tuple, and the deadline as a double.
  *
  * The collector is told of a handle only when somebody may hold it who is not reachable from the
  * running loop: see handle_track. A batch of ten thousand callbacks costs a third more otherwise
@@ -32,7 +32,7 @@ static const char *const timer_names[] = {"_when", "_scheduled"};
 Py_ssize_t handle_at[HANDLE_SLOTS], timer_due_at;
 static Py_ssize_t timer_at[TIMER_SLOTS];
 
-struct more { /* behind asyncio's slots */
+struct more {      /* behind asyncio's slots */
     PyObject *arg; /* of a callback with one argument, as long as _args is empty */
     double due;
 };

@@ -113,8 +113,8 @@ PyMODINIT_FUNC PyInit__fast(void)
     operation_base = (PyTypeObject *)PyType_FromSpec(&operation_spec);
     only_loop = PyTuple_Pack(1, n_loop);
     PyTypeObject *slot = (PyTypeObject *)PyType_FromSpec(&slot_spec);
-    PyTypeObject *types[] = {core_type,      parts_type,          ready_type, slot,
-                             operation_base, scheduler_new_type()};
+    PyTypeObject *types[] = {core_type, parts_type,     ready_type,
+                             slot,      operation_base, scheduler_new_type()};
     int ok = module && only_loop;
     for (size_t i = 0; ok && i < sizeof types / sizeof *types; i++)
         ok = types[i] && PyModule_AddType(module, types[i]) == 0;

@@ -212,7 +212,8 @@ static Py_ssize_t parts_len(Parts *self)
 
 static PyMethodDef parts_methods[] = {
     {"submit_to", (PyCFunction)parts_submit_to, METH_O,
-     "Queue them on the azc_conn of that address as one operation; the address of its azc_op, or 0: "
+     "Queue them on the azc_conn of that address as one operation; the address of its azc_op, or "
+     "0: "
      "no memory, nothing queued."},
     {"write_to", (PyCFunction)parts_write_to, METH_VARARGS,
      "(address of an azc_conn, reactor.held, by_reference): queue one buffer as a plain write."},

@@ -174,9 +174,14 @@ static PyMethodDef methods[] = {
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_new, PyType_GenericNew}, {Py_tp_traverse, traverse}, {Py_tp_clear, clear},
-    {Py_tp_dealloc, dealloc},       {Py_tp_methods, methods},   {Py_sq_length, length},
-    {Py_sq_item, item},             {0, NULL},
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_traverse, traverse},
+    {Py_tp_clear, clear},
+    {Py_tp_dealloc, dealloc},
+    {Py_tp_methods, methods},
+    {Py_sq_length, length},
+    {Py_sq_item, item},
+    {0, NULL},
 };
 
 PyType_Spec ready_spec = {

@@ -1,9 +1,9 @@
 /* schedule.c - what schedules callbacks, as a mixin class of the loop.
  *
  * Owns: the ready queue and the fields of the loop that every callback reads. asyncio finds them
- * under its own names (_ready, _scheduled, _debug, ...). Whatever is not the plain case (debug mode, a
- * closed loop, wrong arguments) is asyncio's own method. Futures, tasks and users call these for every
- * step (bench/peers.py, rows call-soon to threadsafe).
+ * under its own names (_ready, _scheduled, _debug, ...). Whatever is not the plain case (debug
+ * mode, a closed loop, wrong arguments) is asyncio's own method. Futures, tasks and users call
+ * these for every step (bench/peers.py, rows call-soon to threadsafe).
  */
 #include "fast.h"
 
@@ -102,8 +102,8 @@ static PyObject *call_soon(struct scheduler *s, PyObject *const *args, Py_ssize_
 /* ---- waking ----
  *
  * A byte in the wake-up socket is enough for any number of callbacks. `woken` is cleared after the
- * socket was emptied (before, the byte of the next caller could be emptied too, and the flag stay set
- * for ever), and the ready queue is looked at after that: who found it set has put his callback
+ * socket was emptied (before, the byte of the next caller could be emptied too, and the flag stay
+ * set for ever), and the ready queue is looked at after that: who found it set has put his callback
  * there. The GIL is kept for these two calls, which never sleep: whoever is woken waits for it.
  */
 
@@ -121,7 +121,8 @@ static int wake(struct scheduler *s)
         s->woken = 1;
         return 0;
     }
-    PyObject *rc = PyObject_CallMethodNoArgs((PyObject *)s, n__write_to_self); /* tells what it is */
+    PyObject *rc =
+        PyObject_CallMethodNoArgs((PyObject *)s, n__write_to_self); /* tells what it is */
     Py_XDECREF(rc);
     return rc ? 0 : -1;
 }
@@ -286,7 +287,8 @@ static PyObject *create_future(struct scheduler *s, PyObject *ignored)
 
 /* ---- runs ---- */
 
-/* run_forever begins: turns are native, and handles that this loop holds are not the collector's. */
+/* run_forever begins: turns are native, and handles that this loop holds are not the collector's.
+ */
 static PyObject *begin_run(struct scheduler *s, PyObject *ignored)
 {
     (void)ignored;
@@ -405,7 +407,10 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-#define FIELD(name, field) {name, T_OBJECT_EX, offsetof(struct scheduler, field), 0, NULL}
+#define FIELD(name, field)                                                                         \
+    {                                                                                              \
+        name, T_OBJECT_EX, offsetof(struct scheduler, field), 0, NULL                              \
+    }
 static PyMemberDef members[] = {
     FIELD("_debug", debug),
     FIELD("_closed", closed),
@@ -424,8 +429,9 @@ static PyGetSetDef getset[] = {
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_new, PyType_GenericNew}, {Py_tp_traverse, traverse}, {Py_tp_clear, clear},
-    {Py_tp_dealloc, dealloc},       {Py_tp_methods, methods},   {Py_tp_members, members},
+    {Py_tp_new, PyType_GenericNew}, {Py_tp_traverse, traverse},
+    {Py_tp_clear, clear},           {Py_tp_dealloc, dealloc},
+    {Py_tp_methods, methods},       {Py_tp_members, members},
     {Py_tp_getset, getset},         {0, NULL},
 };
 

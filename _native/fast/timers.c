@@ -1,9 +1,9 @@
 /* timers.c - the heap of timers: the list that asyncio knows as loop._scheduled.
  *
- * Owns: nothing; the list is the loop's. The heap is heapq's, step by step, so timers of one deadline
- * fire in the order in which asyncio would fire them, and asyncio's own code (in debug mode) goes on
- * with what lies here and the other way round. Two timers of ours are compared by their deadlines;
- * whatever else is in the list, as Python compares it.
+ * Owns: nothing; the list is the loop's. The heap is heapq's, step by step, so timers of one
+ * deadline fire in the order in which asyncio would fire them, and asyncio's own code (in debug
+ * mode) goes on with what lies here and the other way round. Two timers of ours are compared by
+ * their deadlines; whatever else is in the list, as Python compares it.
  *
  * Never: keeps a borrowed reference over a comparison that may run Python code.
  */

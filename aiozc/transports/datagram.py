@@ -98,7 +98,6 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
         return ZeroCopyInfo("uring", int(conn.zc_threshold), bool(conn.adaptive), path)
 
     if TYPE_CHECKING:  # fields of the native base
-
         _names: dict[Any, bytes]
         _addresses: dict[bytes, Any]
         _connected: bool
