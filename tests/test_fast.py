@@ -530,6 +530,143 @@ def test_an_error_of_a_buffered_protocol_ends_the_transport(backend, where):
     run(main(), backend=backend)
 
 
+# -- datagrams --
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_datagrams_leave_no_reference(backend):
+    # Fails when: what a datagram is handed out with, or sent to, is not given back.
+    class Echo(asyncio.DatagramProtocol):
+        def connection_made(self, transport):
+            self.transport = transport
+
+        def datagram_received(self, data, addr):
+            self.addr = addr
+            self.transport.sendto(data, addr)
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        transport, protocol = await loop.create_datagram_endpoint(Echo, ("127.0.0.1", 0))
+        peer = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        peer.setblocking(False)
+        peer.connect(transport.get_extra_info("sockname"))
+        message = b"m" * 100
+
+        async def some(n):
+            for _ in range(n):
+                await loop.sock_sendall(peer, message)
+                assert await loop.sock_recv(peer, 1000) == message
+
+        await some(100)
+        gc.collect()
+        kept = (transport, protocol, transport._context, protocol.addr)
+        before = [sys.getrefcount(x) for x in kept]
+        blocks = sys.getallocatedblocks()
+        await some(5_000)
+        gc.collect()
+        assert [sys.getrefcount(x) for x in kept] == before
+        assert sys.getallocatedblocks() - blocks < 200
+        transport.close()
+        peer.close()
+
+    run(main(), backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_protocol_that_closes_within_a_batch_gets_no_more_datagrams(backend):
+    # Fails when: closing does not end the native way of receiving.
+    class Once(asyncio.DatagramProtocol):
+        got = 0
+
+        def connection_made(self, transport):
+            self.transport = transport
+
+        def datagram_received(self, data, addr):
+            self.got += 1
+            self.transport.close()
+
+        def connection_lost(self, exc):
+            self.lost.set_result(exc)
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        transport, protocol = await loop.create_datagram_endpoint(Once, ("127.0.0.1", 0))
+        protocol.lost = loop.create_future()
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
+            for _ in range(10):
+                peer.sendto(b"x", transport.get_extra_info("sockname"))
+        async with asyncio.timeout(10):
+            assert await protocol.lost is None
+        assert protocol.got == 1
+
+    run(main(), backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_system_exit_of_a_datagram_protocol_leaves_the_rest_for_the_next_run(backend):
+    class Leaves(asyncio.DatagramProtocol):
+        got = ()
+
+        def datagram_received(self, data, addr):
+            self.got += (data,)
+            if data == b"0":
+                raise SystemExit
+            if data == b"4":
+                loop.stop()
+
+    loop = aiozc.new_event_loop(backend=backend)
+    transport, protocol = loop.run_until_complete(
+        loop.create_datagram_endpoint(Leaves, ("127.0.0.1", 0))
+    )
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
+        for i in range(5):
+            peer.sendto(b"%d" % i, transport.get_extra_info("sockname"))
+    with pytest.raises(SystemExit):
+        loop.run_forever()
+    loop.run_forever()
+    assert protocol.got == (b"0", b"1", b"2", b"3", b"4")
+    transport.close()
+    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sendto_takes_keywords_and_whatever_asyncio_takes(backend):
+    class Data(bytes):
+        pass
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_datagram_endpoint(
+            asyncio.DatagramProtocol, ("127.0.0.1", 0)
+        )
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
+            peer.bind(("127.0.0.1", 0))
+            peer.settimeout(10)
+            to = peer.getsockname()
+            for _ in range(2):
+                transport.sendto(b"1", to)
+                transport.sendto(data=b"2", addr=to)
+                transport.sendto(b"3", addr=to)
+                transport.sendto(Data(b"4"), to)
+                transport.sendto(memoryview(b"5"), tuple(to))
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
+            assert b"".join(peer.recv(10) for _ in range(10)) == b"1234512345"
+        with pytest.raises(TypeError):
+            transport.sendto()
+        with pytest.raises(TypeError, match="bytes-like"):
+            transport.sendto("text", to)
+        a, b = socket.socketpair()
+        stream, _ = await loop.create_connection(Quiet, sock=a)
+        assert not hasattr(stream, "sendto")
+        stream.close()
+        b.close()
+        transport.close()
+
+    run(main(), backend=backend)
+
+
 # -- parts --
 
 
