@@ -630,6 +630,32 @@ def test_system_exit_of_a_datagram_protocol_leaves_the_rest_for_the_next_run(bac
     loop.close()
 
 
+def test_an_address_that_closes_the_transport_when_it_is_hashed():
+    # Fails when: the connection is not looked at again after the look-up.
+    async def main():
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_datagram_endpoint(
+            asyncio.DatagramProtocol, ("127.0.0.1", 0)
+        )
+
+        class Port(int):
+            def __hash__(self):
+                transport._loop_closed()
+                return int.__hash__(self)
+
+            def __eq__(self, other):
+                return int.__eq__(self, other)
+
+        to = transport.get_extra_info("sockname")
+        transport.sendto(b"1", to)
+        sock = transport._sock
+        transport.sendto(b"2", (to[0], Port(to[1])))
+        sock.close()
+        transport._sock = None
+
+    run(main())
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sendto_takes_keywords_and_whatever_asyncio_takes(backend):
     class Data(bytes):

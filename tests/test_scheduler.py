@@ -486,3 +486,74 @@ def test_native_callbacks_alone_let_other_threads_run(loop):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     thread.join()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_is_scheduled_in_whatever_order_is_collected_in_the_end(loop, seed):
+    """Handles in cycles with their owners, kept, cancelled and dropped, in and out of debug mode, from two
+    threads, while the collector runs all the time."""
+    rng = random.Random(seed)
+    kept: list[asyncio.Handle] = []
+    owners = []
+
+    class Owner:
+        def run(self, *args):
+            pass
+
+    def schedule(owner):
+        args = range(rng.randrange(4))
+        kind = rng.randrange(3)
+        if kind == 0:
+            return loop.call_soon(owner.run, *args)
+        if kind == 1:
+            return loop.call_later(rng.random() * 0.002, owner.run, *args)
+        return loop.call_at(loop.time() + rng.choice([0, 0.001, 100]), owner.run, *args)
+
+    async def step():
+        what = rng.randrange(8)
+        if what == 0:
+            await asyncio.sleep(0)
+        elif what == 1 and kept:
+            rng.choice(kept).cancel()
+        elif what == 2 and kept:
+            kept.pop(rng.randrange(len(kept)))
+        elif what == 3:
+            loop.set_debug(rng.random() < 0.3)
+        elif what == 4:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(rng.random() / 1000):
+                    await asyncio.sleep(rng.random() / 1000)
+        else:
+            owner = Owner()
+            owner.handle = schedule(owner)
+            owners.append(weakref.ref(owner))
+            if rng.random() < 0.5:
+                kept.append(owner.handle)
+
+    async def main():
+        over = threading.Event()
+
+        def post():
+            while not over.is_set():
+                loop.call_soon_threadsafe(Owner().run, 1)
+                time.sleep(0)
+
+        thread = threading.Thread(target=post)
+        thread.start()
+        for _ in range(1000):
+            await step()
+        over.set()
+        thread.join()
+        loop.set_debug(False)
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(50, 3, 3)
+    try:
+        loop.run_until_complete(main())
+    finally:
+        gc.set_threshold(*threshold)
+    kept.clear()
+    loop.close()
+    gc.collect()
+    assert len(owners) > 200
+    assert not [ref for ref in owners if ref() is not None]

@@ -258,7 +258,7 @@ static PyObject *dg_sendto(PyObject *self, PyObject *const *args, Py_ssize_t n, 
         return NULL;
     if (!names && n && n <= 2 && f->open && f->conn && PyBytes_CheckExact(args[0]))
         to = sockaddr_of(f, n == 2 ? args[1] : Py_None, nothing);
-    if (!to) {
+    if (!to || !f->conn) { /* hashing an address may run code */
         PyObject *method = PyObject_GetAttr(self, n__sendto);
         PyObject *rc = method ? PyObject_Vectorcall(method, args, (size_t)n, names) : NULL;
         Py_XDECREF(method);
