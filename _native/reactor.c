@@ -482,6 +482,12 @@ void azc_conn_notify(azc_conn *pub, uint32_t what)
     conn_notify(conn_of(pub));
 }
 
+void azc_conn_ask_low(azc_conn *pub)
+{
+    pub->zc_low = conn_of(pub)->r->cfg.zc_low_water;
+    azc_conn_notify(pub, AZC_NOTIFY_ZC_LOW);
+}
+
 static size_t send_now(struct conn *c, const char *extra, size_t n);
 
 /* Plain bytes and datagrams queued in this turn go as far as the socket takes them: before an
@@ -798,8 +804,8 @@ static void *owner(azc_reactor *r, uint64_t token)
 
 const azc_api *azc_api_table(void)
 {
-    static const azc_api table = {azc_wait,   azc_write,    azc_submit, azc_take_released,
-                                  owner,      azc_withdraw, azc_idle,   azc_conn_drained,
-                                  azc_sendto, azc_zc_sendto};
+    static const azc_api table = {
+        azc_wait, azc_write,        azc_submit,       azc_take_released, owner,        azc_withdraw,
+        azc_idle, azc_conn_drained, azc_conn_ask_low, azc_sendto,        azc_zc_sendto};
     return &table;
 }

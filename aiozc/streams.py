@@ -75,8 +75,9 @@ async def zc_drain(self: asyncio.StreamWriter) -> None:
     """
     transport: Any = self._transport  # type: ignore[attr-defined]
     if isinstance(transport, StreamTransport):
-        if not transport._is_drained():
-            await transport._zc_drain()
+        waiter = transport._zc_wait()
+        if waiter is not None:
+            await waiter
     elif isinstance(transport, hooks.SSLProtocolTransport):
         await tls_drain(transport)
     else:

@@ -530,6 +530,53 @@ def test_an_error_of_a_buffered_protocol_ends_the_transport(backend, where):
     run(main(), backend=backend)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_who_wait_in_zc_drain_are_woken_and_one_that_was_cancelled_does_no_harm(backend):
+    async def main():
+        loop = asyncio.get_running_loop()
+        a, b = socket.socketpair()
+        a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        b.setblocking(False)
+        _, writer = await asyncio.open_connection(sock=a)
+        data = [b"x" * 100_000 for _ in range(10)]
+        operation = writer.zc_submit(data)
+        waiters = [asyncio.ensure_future(writer.zc_drain()) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        assert not any(waiter.done() for waiter in waiters)
+        waiters[1].cancel()
+        left = 1_000_000
+        while left:
+            left -= len(await loop.sock_recv(b, left))
+        async with asyncio.timeout(10):
+            await asyncio.gather(waiters[0], waiters[2])
+            await operation.released
+            await writer.zc_drain()
+        assert waiters[1].cancelled()
+        before = [sys.getrefcount(x) for x in (writer.transport, data)]
+        for _ in range(100):
+            writer.zc_submit(data[0])
+            wait = asyncio.ensure_future(writer.zc_drain())
+            left = 100_000
+            while left:
+                left -= len(await loop.sock_recv(b, left))
+            await wait
+        await asyncio.sleep(0.01)
+        assert [sys.getrefcount(x) for x in (writer.transport, data)] == before
+        wait = asyncio.ensure_future(writer.zc_drain())
+        writer.zc_submit(data)
+        lost = asyncio.ensure_future(writer.zc_drain())
+        await asyncio.sleep(0)
+        writer.transport.abort()
+        with pytest.raises(ConnectionResetError):
+            await lost
+        await wait
+        with pytest.raises(ConnectionResetError):
+            await writer.zc_drain()
+        b.close()
+
+    run(main(), backend=backend, zc_low_water=1000)
+
+
 # -- datagrams --
 
 

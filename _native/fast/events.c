@@ -206,17 +206,30 @@ static PyObject *hand_out(struct batch *self, const azc_event *e, PyObject *to)
     }
 }
 
+/* What a transport does natively. 1: Python is to do it. */
+static int by_transport(struct batch *self, const azc_event *e)
+{
+    PyObject *transport = api->owner(self->r, e->token);
+    int rc = 1;
+    if (!transport)
+        return 1;
+    Py_INCREF(transport);
+    if (e->kind == AZC_EV_WRITE && e->arg == AZC_NOTIFY_ZC_LOW)
+        rc = transport_low(transport);
+    else if (e->kind == AZC_EV_DATAGRAM && fields_of(transport)->fast == FAST_DGRAM)
+        rc = deliver_datagram(self, e, transport);
+    Py_DECREF(transport);
+    return rc;
+}
+
 int event_happened(struct batch *self, const azc_event *e)
 {
     if (e->kind == AZC_EV_RECV)
         return received(self, e);
-    PyObject *transport =
-        e->kind == AZC_EV_DATAGRAM && e->res >= 0 ? api->owner(self->r, e->token) : NULL;
-    if (transport && fields_of(transport)->fast == FAST_DGRAM) {
-        Py_INCREF(transport);
-        int rc = deliver_datagram(self, e, transport);
-        Py_DECREF(transport);
-        return rc;
+    if (e->res >= 0 && (e->kind == AZC_EV_DATAGRAM || e->kind == AZC_EV_WRITE)) {
+        int done = by_transport(self, e);
+        if (done <= 0)
+            return done;
     }
     int of_op = e->kind == AZC_EV_SENT || e->kind == AZC_EV_RELEASED;
     PyObject *to = look_up(of_op ? self->held : self->conns, e->token, e->kind == AZC_EV_RELEASED);

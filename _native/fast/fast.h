@@ -50,6 +50,11 @@ extern const azc_api *api; /* the reactor's functions; set once by bind() */
     X(_on_datagram)                                                                                \
     X(_datagram_failed)                                                                            \
     X(datagram_received)                                                                           \
+    X(_low_waiter)                                                                                 \
+    X(_turns)                                                                                      \
+    X(create_future)                                                                               \
+    X(done)                                                                                        \
+    X(set_result)                                                                                  \
     X(_learn)                                                                                      \
     X(_sendto)                                                                                     \
     X(_on_sent)                                                                                    \
@@ -82,6 +87,7 @@ struct fields { /* of a transport, behind the slots of asyncio's classes */
     azc_conn *conn;
     PyObject *protocol, *context;
     PyObject *held;      /* the reactor's, by token: who keeps what locked */
+    PyObject *waiters;   /* of zc_drain(): a list of futures, or NULL */
     PyObject *names;     /* of a datagram transport: the sockaddr of an address, and the other */
     PyObject *addresses; /* way round; dictionaries, or NULL */
     unsigned char fast;  /* FAST_*, or 0: see stream.py's _review */
@@ -92,6 +98,7 @@ struct fields { /* of a transport, behind the slots of asyncio's classes */
 
 struct fields *fields_of(PyObject *transport);
 PyObject *transport_base(PyObject *module, PyObject *bases);
+int transport_low(PyObject *transport);
 PyObject *datagram_sendto(PyObject *module, PyObject *ignored);
 
 /* ---- operation.c ---- */

@@ -48,6 +48,7 @@ static int traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(f->protocol);
     Py_VISIT(f->context);
     Py_VISIT(f->held);
+    Py_VISIT(f->waiters);
     Py_VISIT(f->names);
     Py_VISIT(f->addresses);
     for (Py_ssize_t i = 0; i < slot_count(); i++)
@@ -61,6 +62,7 @@ static int clear(PyObject *self)
     Py_CLEAR(f->protocol);
     Py_CLEAR(f->context);
     Py_CLEAR(f->held);
+    Py_CLEAR(f->waiters);
     Py_CLEAR(f->names);
     Py_CLEAR(f->addresses);
     for (Py_ssize_t i = 0; i < slot_count(); i++)
@@ -183,12 +185,67 @@ static PyObject *tr_zc_datagram(PyObject *self, PyObject *args)
     return review_queue(self, f, op);
 }
 
-/* _is_drained(): nobody has to wait. False: Python looks what it is. */
-static PyObject *tr_drained(PyObject *self, PyObject *ignored)
+/* ---- zc_drain ---- */
+
+/* Does broadcast wait for levels of its own? Then Python decides about all. */
+static int has_turns(PyObject *self)
+{
+    return attr_true(self, n__turns);
+}
+
+/* _zc_wait(): None, or a future for when unsent and pinned bytes are at most zc_low_water. */
+static PyObject *tr_zc_wait(PyObject *self, PyObject *ignored)
 {
     (void)ignored;
     struct fields *f = fields_of(self);
-    return PyBool_FromLong(f->open && f->conn && api->drained(f->conn));
+    if (f->open && f->conn && api->drained(f->conn))
+        Py_RETURN_NONE;
+    int turns = f->open && f->conn ? has_turns(self) : 1;
+    if (turns)
+        return turns < 0 ? NULL : PyObject_CallMethodNoArgs(self, n__low_waiter);
+    if (!f->waiters && !(f->waiters = PyList_New(0)))
+        return NULL;
+    PyObject *loop = PyObject_GetAttr(self, n__loop);
+    PyObject *future = loop ? PyObject_CallMethodNoArgs(loop, n_create_future) : NULL;
+    Py_XDECREF(loop);
+    if (!future || PyList_Append(f->waiters, future) < 0) {
+        Py_XDECREF(future);
+        return NULL;
+    }
+    if (f->conn)
+        api->ask_low(f->conn);
+    return future;
+}
+
+/* The level is reached, and nothing else happened. 1: Python is to look; -1: an exception. */
+int transport_low(PyObject *self)
+{
+    struct fields *f = fields_of(self);
+    if (!f->open || !f->conn || !f->waiters || !PyList_CheckExact(f->waiters))
+        return 1;
+    int turns = has_turns(self);
+    if (turns)
+        return turns;
+    if (!api->drained(f->conn)) { /* more was submitted meanwhile */
+        api->ask_low(f->conn);
+        return 0;
+    }
+    PyObject *waiters = f->waiters;
+    f->waiters = NULL;
+    int rc = 0;
+    for (Py_ssize_t i = 0; rc == 0 && i < PyList_GET_SIZE(waiters); i++) {
+        PyObject *waiter = PyList_GET_ITEM(waiters, i), *done;
+        done = PyObject_CallMethodNoArgs(waiter, n_done); /* cancelled */
+        rc = done ? 0 : -1;
+        if (done == Py_False) {
+            PyObject *set = call1(waiter, n_set_result, Py_None);
+            rc = set ? 0 : -1;
+            Py_XDECREF(set);
+        }
+        Py_XDECREF(done);
+    }
+    Py_DECREF(waiters);
+    return rc;
 }
 
 static PyObject *tr_bind(PyObject *self, PyObject *args)
@@ -224,8 +281,8 @@ static PyMethodDef methods[] = {
      "TypeError: not bytes-like. On a lost connection it does nothing, as asyncio's."},
     {"zc_write", tr_zc_write, METH_O,
      "Queue a buffer, or a list of buffers, zero-copy; its Operation. See StreamWriter.zc_submit."},
-    {"_is_drained", tr_drained, METH_NOARGS,
-     "Are the unsent and pinned bytes of an open transport at most zc_low_water?"},
+    {"_zc_wait", tr_zc_wait, METH_NOARGS,
+     "None: unsent and pinned bytes are at most zc_low_water; else a future for when they are."},
     {"_zc_datagram", tr_zc_datagram, METH_VARARGS,
      "(Parts, sockaddr, segment or 0, class of the operation): queue one; its operation."},
     {"_bind", tr_bind, METH_VARARGS, "(address of the transport's azc_conn, reactor.held)"},
@@ -289,7 +346,7 @@ PyObject *datagram_sendto(PyObject *module, PyObject *ignored)
 PyObject *transport_base(PyObject *module, PyObject *bases)
 {
     (void)module;
-    static PyMemberDef members[9];
+    static PyMemberDef members[10];
     if (!PyTuple_Check(bases) || !PyTuple_GET_SIZE(bases) ||
         !PyType_Check(PyTuple_GET_ITEM(bases, 0))) {
         PyErr_SetString(PyExc_TypeError, "a tuple of classes is needed");
@@ -308,6 +365,8 @@ PyObject *transport_base(PyObject *module, PyObject *bases)
                                base_size + (Py_ssize_t)offsetof(struct fields, closing), 0, NULL};
     members[5] = (PyMemberDef){"_names", T_OBJECT,
                                base_size + (Py_ssize_t)offsetof(struct fields, names), 0, NULL};
+    members[8] = (PyMemberDef){"_zc_waiters", T_OBJECT,
+                               base_size + (Py_ssize_t)offsetof(struct fields, waiters), 0, NULL};
     members[6] = (PyMemberDef){"_addresses", T_OBJECT,
                                base_size + (Py_ssize_t)offsetof(struct fields, addresses), 0, NULL};
     members[7] = (PyMemberDef){"_connected", T_BOOL,
