@@ -203,8 +203,12 @@ static PyObject *tr_zc_wait(PyObject *self, PyObject *ignored)
     int turns = f->open && f->conn ? has_turns(self) : 1;
     if (turns)
         return turns < 0 ? NULL : PyObject_CallMethodNoArgs(self, n__low_waiter);
-    if (!f->waiters && !(f->waiters = PyList_New(0)))
-        return NULL;
+    if (!f->waiters || !PyList_CheckExact(f->waiters)) {
+        PyObject *none_yet = PyList_New(0);
+        if (!none_yet)
+            return NULL;
+        Py_XSETREF(f->waiters, none_yet);
+    }
     PyObject *loop = PyObject_GetAttr(self, n__loop);
     PyObject *future = loop ? PyObject_CallMethodNoArgs(loop, n_create_future) : NULL;
     Py_XDECREF(loop);
