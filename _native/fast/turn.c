@@ -55,6 +55,8 @@ static int dispatch(Core *self)
 /* As Handle._run does, where that is asyncio's own; else by it. */
 static int run_handle(Core *self, PyObject *handle, int known)
 {
+    if (handle == self->handle)
+        return dispatch(self);
     if (handle_is_ours(handle) && handle_slot(handle, HANDLE_CANCELLED) == Py_True)
         return 0;
     if (known && handle_is_plain(handle)) {
