@@ -168,6 +168,7 @@ typedef struct azc_conn {
     uint8_t path;  /* AZC_PATH_* of the last report that could be trusted */
     uint8_t kind;
     uint8_t adaptive; /* may be set: leave zero-copy where the path copies */
+    uint8_t shared;   /* may be set: other processes may listen on it, too */
     void *owner;      /* the caller's, for azc_api.owner; not read otherwise */
     uint64_t address; /* its own, for aiozc._fast */
 } azc_conn;

@@ -18,7 +18,6 @@
 #include <unistd.h>
 
 #define BATCH 256
-#define ACCEPT_BURST 128  /* connections taken from one listener a turn */
 #define DATAGRAM_BURST 32 /* datagrams read from one socket a turn */
 #define QUIET_LOOKS 64
 #define QUIET_NS 50000
@@ -184,23 +183,6 @@ static void receive_datagrams(struct conn *c)
         azc_datagram d = {.namelen = m[i].msg_hdr.msg_namelen, .payloadlen = m[i].msg_len};
         memcpy(r->bufs + buffer * r->buf_stride, &d, sizeof d);
         emit(r, c->pub.token, AZC_EV_DATAGRAM, (int32_t)(head + m[i].msg_len), buffer);
-    }
-}
-
-static void accept_some(struct conn *c)
-{
-    for (int i = 0; i < ACCEPT_BURST; i++) {
-        int fd = accept4(c->pub.fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
-        if (fd >= 0) {
-            emit(c->r, c->pub.token, AZC_EV_ACCEPT, fd, 0);
-        } else {
-            if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) {
-                c->want_recv = false;
-                emit(c->r, c->pub.token, AZC_EV_ACCEPT, -errno, 0);
-                mark_dirty(c);
-            }
-            return;
-        }
     }
 }
 

@@ -365,6 +365,12 @@ static inline bool anything(const struct azc_reactor *r)
 {
     return r->n_pending || r->n_rel || r->fired;
 }
+#define ACCEPT_BURST 128 /* connections taken from one listener a turn */
+#define SHARED_BURST 16  /* where other processes want some of them */
+
+/* By readiness: of the epoll backend, and of sockets on which other processes listen, too. */
+void accept_some(struct conn *c);
+
 static inline void connected(struct conn *c)
 {
     c->want_recv = false;

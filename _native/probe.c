@@ -29,9 +29,13 @@ const char *azc_liburing_built(void)
     return XSTR(AZC_LIBURING_VERSION);
 }
 
-/* major << 8 | minor of the shared library in use; 0: older than 2.4, which cannot tell. */
+/* major << 8 | minor of the shared library in use; 0: older than 2.4, which cannot tell; -1: none,
+ * it was linked in (and what dlsym finds would be somebody else's). */
 int azc_liburing_runtime(void)
 {
+#ifdef AZC_LIBURING_STATIC
+    return -1;
+#endif
     int (*major)(void) = (int (*)(void))dlsym(RTLD_DEFAULT, "io_uring_major_version");
     int (*minor)(void) = (int (*)(void))dlsym(RTLD_DEFAULT, "io_uring_minor_version");
     return major && minor ? major() << 8 | minor() : 0;

@@ -260,6 +260,7 @@ static void forget_parent(struct azc_reactor *r)
             continue;
         c->armed = c->cancelling = c->out_armed = false;
         c->ep_mask = 0;
+        c->pub.shared = 1; /* if it listens */
         dgramq_drop(c, -ECANCELED);
         c->want_out = false;
         if (c->pub.unsent)
@@ -454,6 +455,24 @@ azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind, int family)
                              sizeof on); /* not for MPTCP, SCTP */
     }
     return &c->pub;
+}
+
+void accept_some(struct conn *c)
+{
+    int burst = c->pub.shared ? SHARED_BURST : ACCEPT_BURST;
+    for (int i = 0; i < burst; i++) {
+        int fd = accept4(c->pub.fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        if (fd >= 0) {
+            emit(c->r, c->pub.token, AZC_EV_ACCEPT, fd, 0);
+        } else {
+            if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) {
+                c->want_recv = false;
+                emit(c->r, c->pub.token, AZC_EV_ACCEPT, -errno, 0);
+                mark_dirty(c);
+            }
+            return;
+        }
+    }
 }
 
 /* Receive, accept or poll from the next azc_wait on. */

@@ -44,7 +44,7 @@ class Capabilities:
 
     backend: "uring" or "epoll". zerocopy: whether its sends can go zero-copy. reason: why this
     backend, and why not zero-copy, in a sentence. features: found by trying. liburing: built with,
-    and running with ("unknown" before 2.4).
+    and running with ("unknown" before 2.4), or "linked in" as in wheels.
     """
 
     backend: str
@@ -81,6 +81,8 @@ def _probe() -> tuple[int, dict[str, bool]]:
 def _liburing() -> str:
     built = ffi.string(lib.azc_liburing_built()).decode()
     running = int(lib.azc_liburing_runtime())
+    if running < 0:
+        return f"built {built}, linked in"
     return f"built {built}, running {f'{running >> 8}.{running & 255}' if running else 'unknown'}"
 
 

@@ -16,10 +16,11 @@ from __future__ import annotations
 import ctypes
 import os
 import selectors
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import _fast, hooks, stats
+from . import _fast, checked, hooks, stats
 from ._reactor_c import ffi, lib
 from .buffers import Frozen, refuse
 from .capabilities import default_caps, fallen_back, no_ring, uring_demanded
@@ -89,11 +90,15 @@ class Reactor:
         self.capabilities = can
         self.conns: dict[int, Any] = {}
         self.listeners: dict[int, Any] = {}  # by descriptor
+        # Listening sockets that their owner made: other processes may listen on them, too.
+        self.given: weakref.WeakSet[Any] = weakref.WeakSet()
         self.bare: dict[int, Any] = {}  # by SO_COOKIE: see bare.py
         self.bare_watched = False  # its timer runs
         self.held: dict[int, Any] = {}
         _incref(self.held)
         self._lingering = False  # azc_linger is to be called again
+        if cfg.zc_check:
+            checked.watch()
         size, stride = ffi.new("size_t *"), ffi.new("size_t *")
         memory = lib.azc_recv_memory(self.native, size, stride)
         self.memory = memoryview(ffi.buffer(memory, size[0]))
@@ -142,10 +147,10 @@ class Reactor:
             if rc != -4:  # EINTR: Python runs its signal handlers when this call returns
                 _check(rc, "aiozc: waiting failed")
             return 0
+        if n := rc & _EVENTS:  # first: the batch survives whatever happens
+            self.core.begin(n)
         if rc & _RELEASED:
             self.core.drop_released()
-        if n := rc & _EVENTS:
-            self.core.begin(n)
         return rc
 
     # -- connections and operations --
@@ -178,9 +183,18 @@ class Reactor:
         if lib.azc_linger(self.native, int(self.settings.zc_linger * 1e9)):
             self._linger()
 
+    def checked(self, keep: Any) -> Any:
+        """What an operation is to hold of its locked buffers: where the loop is in debug mode (or zc_check
+        says so) what also knows their contents. The native zc_write asks, too."""
+        if not checked.wanted(self.loop, self.settings.zc_check):
+            return keep
+        checked.watch()
+        return checked.Checked(self.loop, keep)
+
     def queue(self, conn: Any, keep: Any, put: Callable[[], Any]) -> Operation:
         """`put` queues natively and answers the azc_op, or NULL. What keeps the buffers locked is held
         before: the exception of a signal handler may come between any two lines of Python."""
+        keep = self.checked(keep)
         mark = -id(keep)
         self.held[mark] = keep
         native = put()

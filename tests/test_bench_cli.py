@@ -378,7 +378,6 @@ def test_the_crossover_is_the_size_from_which_zero_copy_stays_cheaper() -> None:
         (["crossover", "--sizes", "100"], "100 is not between 4096 and"),
         (["fanout", "--connections", "0"], "0 is not between 1 and 1000"),
         (["echo", "--loops", "trio"], "invalid choice: 'trio'"),
-        ([], "the following arguments are required: BENCHMARK"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(

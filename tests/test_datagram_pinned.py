@@ -156,6 +156,31 @@ loop.close()
     )
 
 
+def test_a_capture_makes_the_path_copy_and_that_is_said() -> None:
+    # Case 23. Fails when: the report of the kernel is not asked for, or not counted.
+    in_namespace(
+        """
+async def main():
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.create_datagram_endpoint(
+        asyncio.DatagramProtocol, remote_addr=("10.10.0.2", 9))
+    async def send():
+        return [(await transport.zc_sendto(bytearray(100))).path for _ in range(4)]
+    assert await send() == ["zero-copy"] * 4  # beyond the far namespace, through its device
+    assert loop.zc_stats().copied_reports == 0
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)):
+        assert await send() == ["copied"] * 4
+    assert loop.zc_stats().copied_reports == 4
+    assert transport.get_extra_info("zero_copy").path == "copied"
+    assert await send() == ["zero-copy"] * 4
+    assert transport.get_extra_info("zero_copy").path == "zero-copy"
+    transport.close()
+go(main())
+loop.close()
+"""
+    )
+
+
 @HOSTS
 def test_a_full_send_buffer_reorders_nothing(host: str) -> None:
     # Fails when: more is asked for than the send buffer takes (send_datagrams, uring.c): the device frees some

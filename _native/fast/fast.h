@@ -63,6 +63,11 @@ extern const azc_api *api; /* the reactor's functions; set once by bind() */
     X(_loop)                                                                                       \
     X(_reactor)                                                                                    \
     X(_zc_write)                                                                                   \
+    X(release)                                                                                     \
+    X(checked)                                                                                     \
+    X(_zc_sendto)                                                                                  \
+    X(addr)                                                                                        \
+    X(segment_size)                                                                                \
     X(_maybe_pause_protocol)                                                                       \
     X(_write)
 #define DECLARE(name) extern PyObject *n_##name;
@@ -83,16 +88,18 @@ PyObject *call_ints(PyObject *self, PyObject *name, long a, long b);
 #define FAST_BUFFER 2 /* protocol.get_buffer and buffer_updated */
 #define FAST_DGRAM 3  /* protocol.datagram_received */
 
+#define OPEN_STREAM 1   /* write() and zc_write() may queue */
+#define OPEN_DATAGRAM 2 /* zc_sendto() may */
+
 struct fields { /* of a transport, behind the slots of asyncio's classes */
     azc_conn *conn;
     PyObject *protocol, *context;
-    PyObject *held;      /* the reactor's, by token: who keeps what locked */
-    PyObject *waiters;   /* of zc_drain(): a list of futures, or NULL */
-    PyObject *names;     /* of a datagram transport: the sockaddr of an address, and the other */
-    PyObject *addresses; /* way round; dictionaries, or NULL */
+    PyObject *held;    /* the reactor's, by token: who keeps what locked */
+    PyObject *waiters; /* of zc_drain(): a list of futures, or NULL */
+    PyObject *names;   /* of a datagram socket: sockaddr by address; None: of a call without one */
+    PyObject *addresses; /* and the other way round */
     unsigned char fast;  /* FAST_*, or 0: see stream.py's _review */
-    char connected;      /* datagrams need no address */
-    char open;           /* write() may queue */
+    unsigned char open;  /* OPEN_*, or 0: the call has to ask Python */
     char closing;        /* close() or abort() was called */
 };
 
@@ -100,6 +107,7 @@ struct fields *fields_of(PyObject *transport);
 PyObject *transport_base(PyObject *module, PyObject *bases);
 int transport_low(PyObject *transport);
 PyObject *datagram_sendto(PyObject *module, PyObject *ignored);
+PyObject *zc_sendto_method(PyObject *module, PyObject *kind);
 
 /* ---- operation.c ---- */
 
@@ -119,6 +127,13 @@ int hold(PyObject *held, const azc_conn *conn, PyObject *data);
 
 extern PyObject *frozen_type; /* buffers.Frozen */
 extern PyObject *refuse;      /* buffers.refuse(obj, exc): raises what tells the remedy */
+/* checked.Checked, whose instance stands for the Parts that it holds and is called at the release.
+ * NULL: no loop of this process ever wanted that. */
+extern PyObject *checked_type;
+static inline int is_checked(PyObject *keep)
+{
+    return checked_type && keep && (PyObject *)Py_TYPE(keep) == checked_type;
+}
 
 /* ---- ready.c ---- */
 

@@ -192,9 +192,9 @@ class StreamTransport(NativeTransport):
         self._paused = False
         if self._held:
             self._loop.call_soon(self._deliver_held)
-        self._review()
-        if self._started:
+        elif self._started:
             self._receive(True)
+        self._review()
         if self._loop.get_debug():
             logger.debug("%r resumes reading", self)
 
@@ -228,9 +228,12 @@ class StreamTransport(NativeTransport):
                 else:
                     self._context.run(self._end_of_data, None)
         finally:
-            # SystemExit out of the protocol: the next run goes on with the rest.
-            if self._held and not self._paused and not self._closing:
-                self._loop.call_soon(self._deliver_held)
+            if not self._paused and not self._closing:
+                if self._held:  # SystemExit out of the protocol: the next run goes on with the rest
+                    self._loop.call_soon(self._deliver_held)
+                elif self._started:
+                    # Not before: a reader that pauses again at once would hold ever more.
+                    self._receive(True)
             self._review()
 
     def _deliver(self, view: memoryview) -> None:
@@ -328,7 +331,11 @@ class StreamTransport(NativeTransport):
                 logger.warning("socket.send() raised exception.")
             self._conn_lost += 1
             return
-        if kept.write_to(self._conn.address, self._reactor.held, by_reference):
+        held = self._reactor.held
+        checked = self._reactor.checked(kept) if type(data) is Frozen else kept
+        if kept.write_to(self._conn.address, held, by_reference):
+            if checked is not kept and (token := self._conn.ref_token):
+                held[token] = checked
             self._look(kept)
 
     def _look(self, kept: Any) -> None:

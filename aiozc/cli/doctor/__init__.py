@@ -25,7 +25,8 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "doctor",
         help="what this machine can do, and what to do about the rest",
-        description=__doc__.split("\n")[0],
+        description="Says what this machine can do, tries it with a self-test over loopback, and says what "
+        "to do about the rest. Changes nothing and needs no privilege: run it as the real program runs.",
         epilog="Exit code: 0 usable zero-copy, 1 fall-back (sends are copied), 2 broken.",
     )
     parser.add_argument("--json", action="store_true", help="for programs; see docs/doctor.md")

@@ -246,7 +246,7 @@ def _capture(machine: Machine) -> Iterator[Finding]:
 def _versions(can: Capabilities, machine: Machine) -> Iterator[Finding]:
     words = can.liburing.replace(",", "").split()
     built, running = words[1], words[3]
-    if running != "unknown" and _numbers(running) < _numbers(built):
+    if words[2] == "running" and running != "unknown" and _numbers(running) < _numbers(built):
         yield Finding(
             "liburing",
             "warning",
