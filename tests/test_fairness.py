@@ -204,9 +204,12 @@ def measure(backend: str, rounds: int, milliseconds: int, **settings: Any) -> li
 
 def test_stalled_peers_leave_the_others_their_rate_and_end(backend) -> None:
     # Fails when: a stalled peer's pins, or its queue, are waited for by another connection; when
-    # nothing ends it. The bound is wide: machines are shared. See the slow test.
-    told = measure(backend, 2, 500)
-    assert max(found["beside"] / found["without"] for found in told) > 0.6
+    # nothing ends it. The bound is wide, and there are several tries: machines are shared. See the slow test.
+    ratios: list[float] = []
+    while len(ratios) < 4 and not any(ratio > 0.6 for ratio in ratios):
+        (found,) = measure(backend, 1, 500)
+        ratios.append(found["beside"] / found["without"])
+    assert max(ratios) > 0.6, ratios
 
 
 @pytest.mark.slow
