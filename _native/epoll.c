@@ -76,7 +76,7 @@ static void send_some(struct conn *c)
         struct req *q = req_new(c, &g);
         if (!q)
             return;
-        ssize_t rc = sendmsg(c->pub.fd, &c->q.msg, MSG_DONTWAIT | MSG_NOSIGNAL);
+        ssize_t rc = faults_sendmsg(c, &c->q.msg, MSG_DONTWAIT | MSG_NOSIGNAL);
         int32_t res = rc < 0 ? -errno : (int32_t)rc;
         c->want_out = res == -EAGAIN || (res >= 0 && (uint64_t)res < g.bytes);
         req_first(q, res, false);
@@ -125,6 +125,8 @@ static void flush(struct azc_reactor *r)
         send_some(c);
         if (c->dq.head)
             dgramq_flush(c);
+        if (sendq_ready(c))
+            mark_dirty(c); /* there was no memory for a request, or others have their turn first */
         set_mask(c);
     }
 }

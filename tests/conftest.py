@@ -1,4 +1,4 @@
-"""Fixtures that give every test both backends, and loops that are always closed.
+"""Fixtures that give every test both backends, and loops that are always closed; runs under fault knobs.
 
 `backend` is a parameter; `loop_factory` makes ordinary loops, `forced_loop_factory` loops that send every
 operation zero-copy. `run` runs one coroutine on such a loop, with a limit.
@@ -8,14 +8,39 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from fault_support import reason_against
 
 import aiozc
+from aiozc import faults
 
 LIMIT_SECONDS = 60.0
+
+
+# -- where the environment's AIOZC_FAULT has the native code pretend faults --
+
+KNOBS = {item.partition("=")[0] for item in os.environ.get(faults.VARIABLE, "").split(",") if item}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items if KNOBS else ():
+        if why := reason_against(KNOBS, item.name):
+            item.add_marker(pytest.mark.skip(reason=f"cannot hold under this fault: {why}"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A fault that never happened has tested nothing."""
+    for name in sorted(KNOBS):
+        print(f"\nfault {name}: {faults.fired(name)}")
+        if not faults.fired(name):
+            session.exitstatus = 1
+
+
+# -- backends and loops --
 
 
 @pytest.fixture(params=["uring", "epoll"])

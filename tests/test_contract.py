@@ -31,6 +31,7 @@ import weakref
 from typing import Any
 
 import pytest
+from fault_support import needs_faults
 from support import (
     KIB,
     LARGE_SNDBUF,
@@ -1023,6 +1024,7 @@ def test_all_calls_leave_in_call_order(run, forced_loop_factory) -> None:
     run(main(), forced_loop_factory)
 
 
+@needs_faults
 def test_order_and_contract_survive_a_fall_back_in_mid_stream(
     run, forced_loop_factory, backend
 ) -> None:
