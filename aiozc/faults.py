@@ -39,13 +39,15 @@ def _kind(name: str) -> int:
 
 def turn(native: Any, name: str, every: int) -> None:
     """Of one native reactor, or (ffi.NULL) as every later one begins."""
-    lib.azc_fault(native, _kind(name), every)
+    kind = _kind(name)
+    lib.azc_fault(native, kind, every)
 
 
 def fired(name: str) -> int:
     """How often it happened in this process. Those of queues and receive buffers are counted when their
     loop closes."""
-    return int(lib.azc_fault_fired(_kind(name)))
+    kind = _kind(name)
+    return int(lib.azc_fault_fired(kind))
 
 
 def _from_environment() -> None:
