@@ -5,7 +5,7 @@ where the connection was cut a prefix of them. Each operation ends once, is rele
 keeps its memory locked until then; that memory is overwritten the moment it is given back. What the protocol
 is told of high and low water comes in pairs. When a connection is over nothing is left of it.
 
-The loop runs in a thread of its own, is stopped between any two calls, and goes on in that thread or in another.
+The loop runs in a thread of its own, is stopped between any two calls, and goes on in that thread or another.
 The calls are made in its thread, whether it runs or not. The peer is a blocking socket, read by a third thread.
 
 `AIOZC_FUZZ_STEPS` sets the number of steps of the slow test (10,000 a backend); a failure prints the blob that
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import select
 import socket
@@ -124,17 +125,13 @@ class Peer:
 
     def send(self, data: bytes) -> None:
         """As much of it as goes at once."""
-        try:
+        with contextlib.suppress(OSError):
             self.sent += data[: self.sock.send(data, socket.MSG_DONTWAIT)]
-        except OSError:
-            pass
 
     def shutdown(self) -> None:
         self.was_shut = True
-        try:
+        with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
 
     def reset(self) -> None:
         self.close(linger_0)
@@ -400,10 +397,8 @@ class Machine(RuleBasedStateMachine):
     @rule(zc=st.booleans())
     def drain(self, zc: bool) -> None:
         async def wait() -> None:
-            try:
+            with contextlib.suppress(ConnectionError):
                 await (self.writer.zc_drain() if zc else drained())
-            except ConnectionError:
-                pass
 
         async def drained() -> None:
             await self.protocol._drain_helper()

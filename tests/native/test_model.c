@@ -58,7 +58,7 @@ struct mconn {
     struct mreq *unsent;
     uint32_t in_request; /* parts that it reads */
     int error;
-    uint64_t sent_pos;
+    uint64_t sent_pos, copy_left; /* copy_left: what fell back */
     bool held;
 };
 
@@ -219,6 +219,7 @@ static void fail(struct mconn *m, int error)
 {
     if (!m->error)
         m->error = error;
+    m->copy_left = 0;
     for (uint32_t i = 0; i < m->n_parts; i++)
         m->parts[i].op->error = m->error;
     while (m->n_parts > m->in_request)
@@ -242,7 +243,7 @@ static void issue(struct mconn *m, int number)
     CHECK(sendq_ready(m->c) == (m->n_parts && !m->unsent && !m->error && !m->held));
     if (!k || !sendq_ready(m->c))
         return;
-    bool copying = m->c->q.copy_left > 0;
+    bool copying = m->copy_left > 0;
     CHECK(sendq_gather(m->c, &g) == 0);
     CHECK(g.parts && g.parts <= r->cfg.max_parts && g.bytes <= r->cfg.max_request);
     CHECK(!(g.zc && (copying || !m->c->pub.zc_ok)));
@@ -319,6 +320,7 @@ static void first(struct mconn *m)
     m->unsent = NULL;
     m->in_request = 0;
     m->sent_pos += n;
+    m->copy_left -= m->copy_left < n ? m->copy_left : n;
     bool falls_back = k->zc && (res == -ENOMEM || res == -ENOBUFS || res == -EOPNOTSUPP);
     for (uint64_t left = n; left;) {
         struct mpart *p = &m->parts[0];
@@ -332,6 +334,8 @@ static void first(struct mconn *m)
             memmove(m->parts, m->parts + 1, --m->n_parts * sizeof *m->parts);
         }
     }
+    if (falls_back && res != -EOPNOTSUPP)
+        m->copy_left = k->size;
     if (res < 0 && !falls_back && res != -EAGAIN && res != -EINTR && res != -ECANCELED)
         fail(m, res);
     if (m->error)
@@ -435,6 +439,7 @@ static void compare(void)
         uint64_t bytes = 0, mine = 0;
         uint32_t zc = 0, autos = 0;
         CHECK(q->count == m->n_parts && q->in_request == m->in_request);
+        CHECK(q->copy_left == m->copy_left);
         for (uint32_t p = 0; p < m->n_parts; p++) {
             CHECK(sendq_at(q, p)->len == m->parts[p].len);
             CHECK(sendq_at(q, p)->op == m->parts[p].op->op);

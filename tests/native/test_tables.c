@@ -156,6 +156,10 @@ static void regions(uint64_t steps)
             CHECK(region_by_id(known[j].id, &found) && found.base == known[j].base);
         /* Any piece of the area: found if it lies in a region from end to end. */
         size_t at = j * AREA + draw(AREA), len = draw(AREA / 2);
+        if (known[j].id && draw(2)) { /* at its edges */
+            at = (size_t)(known[j].base - memory) + draw(2);
+            len = known[j].len - draw(2);
+        }
         if (at + len > sizeof memory)
             continue;
         struct region *in = known[j].id && region_holds(&known[j], memory + at, len) ? &known[j] : 0;
