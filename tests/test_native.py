@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = sorted((ROOT / "tests" / "native").glob("*.c"))
 RANDOM = [path for path in PROGRAMS if path.stem in ("test_model", "test_tables")]
-SANITIZE = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 QUICK_STEPS = 20_000
 
 pytestmark = pytest.mark.skipif(
@@ -26,16 +27,34 @@ def by_name(path: Path) -> str:
     return path.stem
 
 
-def compiled(program: Path, into: Path, *flags: str) -> str:
+def gcc(*arguments: str) -> None:
+    flags = ("-std=gnu11", "-g", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / '_native'}")
     liburing = subprocess.run(
         ["pkg-config", "--cflags", "--libs", "liburing"], check=True, capture_output=True, text=True
     ).stdout.split()
-    sources = [str(path) for path in sorted((ROOT / "_native").glob("*.c"))]
-    binary = str(into / program.stem)
-    command = ["gcc", "-std=gnu11", "-g", "-Wall", "-Wextra", "-Werror", *flags]
-    command += [f"-I{ROOT / '_native'}", "-o", binary, str(program), *sources, *liburing]
-    subprocess.run(command, check=True)
-    return binary
+    subprocess.run(["gcc", *flags, *arguments, *liburing], check=True)
+
+
+Compile = Callable[[Path, bool], str]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compile:
+    """compiled(program, sanitized): its binary. The sources of _native/ are compiled once for all programs."""
+    libraries: dict[bool, Path] = {}
+
+    def compile(program: Path, sanitized: bool) -> str:
+        flags = SANITIZE if sanitized else ()
+        if sanitized not in libraries:
+            into = libraries[sanitized] = tmp_path_factory.mktemp("native")
+            for source in sorted((ROOT / "_native").glob("*.c")):
+                gcc(*flags, "-c", "-o", str(into / f"{source.stem}.o"), str(source))
+        objects = [str(path) for path in sorted(libraries[sanitized].glob("*.o"))]
+        binary = libraries[sanitized] / f"{program.stem}.program"
+        gcc(*flags, "-o", str(binary), str(program), *objects)
+        return str(binary)
+
+    return compile
 
 
 def run(*command: str, limit: float = 60) -> None:
@@ -48,23 +67,23 @@ def run(*command: str, limit: float = 60) -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=by_name)
-def test_native_program(program: Path, tmp_path: Path) -> None:
-    run(compiled(program, tmp_path, *SANITIZE), str(QUICK_STEPS))
+def test_native_program(program: Path, compiled: Compile) -> None:
+    run(compiled(program, True), str(QUICK_STEPS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=by_name)
-def test_native_program_under_valgrind(program: Path, tmp_path: Path) -> None:
+def test_native_program_under_valgrind(program: Path, compiled: Compile) -> None:
     if shutil.which("valgrind") is None:
         pytest.skip("valgrind is needed (Debian package valgrind)")
-    binary = compiled(program, tmp_path, "-O1")
+    binary = compiled(program, False)
     checks = ("--quiet", "--error-exitcode=9", "--leak-check=full", "--errors-for-leak-kinds=all")
     run("valgrind", *checks, binary, str(QUICK_STEPS), limit=300)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", RANDOM, ids=by_name)
-def test_native_program_with_many_seeds(program: Path, tmp_path: Path) -> None:
-    binary = compiled(program, tmp_path, *SANITIZE)
+def test_native_program_with_many_seeds(program: Path, compiled: Compile) -> None:
+    binary = compiled(program, True)
     for seed in range(2, 12):
         run(binary, "200000", str(seed), limit=120)
