@@ -26,7 +26,7 @@ from order_support import (
 from support import locked
 
 import aiozc
-from aiozc import faults
+from aiozc import attach, faults
 
 NEEDED = ("no_nop", "no_poll", "no_cancel", "no_recv", "no_recvmsg", "no_send", "no_sendmsg")
 NEEDED += ("no_accept", "no_recv_multishot", "no_accept_multishot", "no_buf_ring")
@@ -309,6 +309,38 @@ def test_receiving_goes_on_where_buffers_run_out(monkeypatch) -> None:
     finally:
         loop.close()
     assert faults.fired("recv_enobufs") > before
+
+
+def test_a_missed_event_of_the_reactor_s_descriptor_comes_again_on_another_loop(
+    backend, monkeypatch
+) -> None:
+    # Fails when: the eventfd is read before it is sure that a turn follows.
+    readable = attach.Attachment._readable
+    events: list[bool] = []
+
+    def every_second(self) -> None:
+        events.append(len(events) % 2 == 1)
+        if events[-1]:
+            readable(self)
+
+    monkeypatch.setattr(attach.Attachment, "_readable", every_second)
+
+    async def main() -> None:
+        aiozc.zc_attach(backend=backend, adaptive=False, zc_threshold=0)
+        ours, peer = connected_pair(rcvbuf=65536)
+        _, writer = await asyncio.open_connection(sock=ours)
+        reader = Reader(peer)
+        pieces = [pattern(index, 1 << 20) for index in range(8)]
+        for piece in pieces:
+            await limited(aiozc.zc_send(writer, piece), 5)
+        writer.close()
+        assert_same_stream(pieces, await reader.aresult())
+        await writer.wait_closed()
+        peer.close()
+
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        runner.run(main())
+    assert events.count(False) > 3 and events.count(True) > 3
 
 
 # -- the knobs themselves --
