@@ -327,7 +327,7 @@ def test_a_missed_event_of_the_reactor_s_descriptor_comes_again_on_another_loop(
 
     async def main() -> None:
         aiozc.zc_attach(backend=backend, adaptive=False, zc_threshold=0)
-        ours, peer = connected_pair(rcvbuf=65536)
+        ours, peer = connected_pair(sndbuf=16384, rcvbuf=65536)
         _, writer = await asyncio.open_connection(sock=ours)
         reader = Reader(peer)
         pieces = [pattern(index, 1 << 20) for index in range(8)]
