@@ -31,7 +31,6 @@ import weakref
 from typing import Any
 
 import pytest
-from fault_support import needs_faults
 from support import (
     KIB,
     LARGE_SNDBUF,
@@ -1024,7 +1023,7 @@ def test_all_calls_leave_in_call_order(run, forced_loop_factory) -> None:
     run(main(), forced_loop_factory)
 
 
-@needs_faults
+@pytest.mark.faults
 def test_order_and_contract_survive_a_fall_back_in_mid_stream(
     run, forced_loop_factory, backend
 ) -> None:

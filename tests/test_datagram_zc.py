@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_support import needs_faults
 from order_support import in_thread
 from support import eventually, soon
 from test_datagram import FAMILIES, Collector, endpoint
@@ -277,7 +276,7 @@ def test_an_icmp_error_that_nobody_has_read_is_not_the_next_operations(forced: A
     forced(main())
 
 
-@needs_faults
+@pytest.mark.faults
 def test_enobufs_of_zero_copy_is_copied_and_counted(
     run: Any, forced_loop_factory: Any, backend: str
 ) -> None:
@@ -304,7 +303,7 @@ def test_enobufs_of_zero_copy_is_copied_and_counted(
     run(main(), forced_loop_factory)
 
 
-@needs_faults
+@pytest.mark.faults
 def test_enobufs_of_copying_fails_its_operation_alone(run: Any) -> None:
     async def main() -> None:
         loop: Any = asyncio.get_running_loop()

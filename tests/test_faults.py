@@ -6,15 +6,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from fault_support import CANNOT_HOLD, UNDER, needs_faults
+from fault_support import CANNOT_HOLD, UNDER
 from order_support import (
     Reader,
     assert_same_stream,
@@ -28,6 +31,7 @@ from support import locked
 import aiozc
 from aiozc import attach, faults
 
+ROOT = Path(__file__).resolve().parent.parent
 NEEDED = ("no_nop", "no_poll", "no_cancel", "no_recv", "no_recvmsg", "no_send", "no_sendmsg")
 NEEDED += ("no_accept", "no_recv_multishot", "no_accept_multishot", "no_buf_ring")
 
@@ -75,7 +79,7 @@ needs_uring = pytest.mark.skipif(
 )
 
 
-@needs_faults
+@pytest.mark.faults
 @needs_uring
 @pytest.mark.parametrize("knob", NEEDED)
 def test_a_kernel_that_lacks_a_request_gets_epoll_and_is_told_which(knob: str) -> None:
@@ -88,7 +92,7 @@ def test_a_kernel_that_lacks_a_request_gets_epoll_and_is_told_which(knob: str) -
     assert f"lacks {feature}" in reason
 
 
-@needs_faults
+@pytest.mark.faults
 @needs_uring
 @pytest.mark.parametrize("knob", ["no_send_zc", "no_sendmsg_zc"])
 def test_a_kernel_without_zero_copy_sends_gets_uring_that_copies(knob: str) -> None:
@@ -98,7 +102,7 @@ def test_a_kernel_without_zero_copy_sends_gets_uring_that_copies(knob: str) -> N
     assert int(fired) > 0 and "copied" in reason
 
 
-@needs_faults
+@pytest.mark.faults
 @needs_uring
 def test_uring_that_was_demanded_is_refused_where_a_request_is_missing() -> None:
     script = "import aiozc\ntry: aiozc.new_event_loop(backend='uring')\nexcept RuntimeError as e: print(e)"
@@ -120,7 +124,7 @@ def fault(loop: aiozc.EventLoop, name: str, every: int) -> Iterator[None]:
     assert faults.fired(name) > before, "it never happened: nothing was tested"
 
 
-@needs_faults
+@pytest.mark.faults
 def test_a_request_that_found_no_memory_is_made_in_the_next_turn(run, forced_loop_factory) -> None:
     # Fails when: the connection is not looked at again until something else wakes the loop.
     async def main() -> None:
@@ -146,7 +150,7 @@ def test_a_request_that_found_no_memory_is_made_in_the_next_turn(run, forced_loo
     run(main(), forced_loop_factory)
 
 
-@needs_faults
+@pytest.mark.faults
 def test_an_operation_without_memory_raises_and_leaves_nothing(run, forced_loop_factory) -> None:
     # Fails when: a refused call leaves a part queued, or its buffer locked.
     async def main() -> None:
@@ -189,7 +193,7 @@ def in_time(main, **settings) -> None:
     assert done, "the loop sleeps"
 
 
-@needs_faults
+@pytest.mark.faults
 def test_a_wake_up_that_was_lost_comes_again(run, loop_factory) -> None:
     # Fails when: the wake-up descriptor is not watched again while its byte was not read.
     async def main() -> None:
@@ -219,7 +223,7 @@ def test_a_wake_up_that_was_lost_comes_again(run, loop_factory) -> None:
     run(main(), loop_factory)
 
 
-@needs_faults
+@pytest.mark.faults
 @needs_uring
 def test_what_a_full_queue_did_not_take_is_asked_for_again(run) -> None:
     # Fails when: the loop goes to sleep with a connection whose request found no place.
@@ -253,7 +257,7 @@ def test_what_a_full_queue_did_not_take_is_asked_for_again(run) -> None:
     )
 
 
-@needs_faults
+@pytest.mark.faults
 @needs_uring
 def test_a_receive_that_found_no_place_in_the_queue_is_armed_before_the_loop_sleeps() -> None:
     # Fails when: the loop sleeps, with no limit, while a connection waits for a place in the queue.
@@ -280,7 +284,7 @@ def test_a_receive_that_found_no_place_in_the_queue_is_armed_before_the_loop_sle
     in_time(main, backend="uring", ring_entries=1, cq_entries=8)
 
 
-@needs_faults
+@pytest.mark.faults
 @needs_uring
 def test_receiving_goes_on_where_buffers_run_out(monkeypatch) -> None:
     # A loop is made with two receive buffers, and sixteen peers send at once, again and again.
@@ -346,7 +350,7 @@ def test_a_missed_event_of_the_reactor_s_descriptor_comes_again_on_another_loop(
 # -- the knobs themselves --
 
 
-@needs_faults
+@pytest.mark.faults
 def test_an_unknown_knob_is_refused_with_the_list_of_them(loop_factory) -> None:
     loop = loop_factory()
     try:
@@ -364,6 +368,42 @@ def test_an_unknown_knob_is_refused_with_the_list_of_them(loop_factory) -> None:
         assert done.returncode == 1 and "ValueError" in done.stderr
 
 
+@pytest.mark.skipif(bool(faults.KNOBS), reason="they run here")
+def test_the_tests_that_need_fault_knobs_pass_in_a_build_that_has_them(tmp_path: Path) -> None:
+    # So that `make test`, whose build is the one for use, does not go without them.
+    for name in ("aiozc", "_native"):
+        ignored = shutil.ignore_patterns("_reactor_c*", "__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    if not (tmp_path / "_native" / "faults.c").exists():
+        pytest.skip("the sources are not here")
+    build = "import runpy; runpy.run_path('_native/build.py')['ffibuilder'].compile(tmpdir='.')"
+    environment = {
+        **os.environ,
+        "AIOZC_FAULTS": "1",
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": str(tmp_path),
+    }
+    subprocess.run(
+        [sys.executable, "-c", build],
+        check=True,
+        capture_output=True,
+        cwd=tmp_path,
+        env=environment,
+        timeout=120,
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "faults and not slow", str(ROOT / "tests")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) > 30, done.stdout
+
+
 @pytest.mark.skipif(bool(faults.KNOBS), reason="this build has fault knobs")
 def test_a_build_for_use_has_no_knobs_and_says_which_build_has(loop_factory) -> None:
     # Fails when: the flavour for tests is what `make build` or an installation compiles.
@@ -375,7 +415,7 @@ def test_a_build_for_use_has_no_knobs_and_says_which_build_has(loop_factory) -> 
         loop.close()
 
 
-@needs_faults
+@pytest.mark.faults
 def test_every_knob_is_met_somewhere() -> None:
     here = {*NEEDED, "no_send_zc", "no_sendmsg_zc", "op_nomem", "copy_enobufs"}
     assert set(faults.KNOBS) == set(UNDER) | here

@@ -17,7 +17,6 @@ import os
 from dataclasses import dataclass
 
 import pytest
-from fault_support import NO_KNOBS
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from order_support import (
@@ -36,7 +35,6 @@ from order_support import (
 )
 
 import aiozc
-from aiozc import faults
 
 QUICK = int(os.environ.get("AIOZC_ORDER_EXAMPLES", "40"))
 SLOW = max(500, QUICK)
@@ -343,8 +341,6 @@ def check_interleaving(backend, loop_factory, count: int) -> None:
 def check_fall_back(backend, loop_factory, count: int) -> None:
     if backend != "uring":
         pytest.skip("the fault knob acts on zero-copy requests, and this backend makes none")
-    if not faults.KNOBS:
-        pytest.skip(NO_KNOBS)
     totals = {"fallbacks": 0, "requests": 0}
 
     @examples(count)
@@ -368,6 +364,7 @@ def test_the_stream_equals_the_calls_in_order(backend, loop_factory):
     check_interleaving(backend, loop_factory, QUICK)
 
 
+@pytest.mark.faults
 def test_the_stream_keeps_its_order_when_parts_fall_back_in_mid_stream(backend, loop_factory):
     check_fall_back(backend, loop_factory, QUICK)
 
@@ -378,16 +375,19 @@ def test_the_stream_equals_the_calls_in_order_in_many_examples(backend, loop_fac
 
 
 @pytest.mark.slow
+@pytest.mark.faults
 def test_the_order_survives_many_fall_backs(backend, loop_factory):
     check_fall_back(backend, loop_factory, SLOW)
 
 
-@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize(
+    "every", [0, *(pytest.param(every, marks=pytest.mark.faults) for every in (1, 2, 3))]
+)
 def test_twelve_large_sends_arrive_in_order_while_some_are_refused(
     run, backend, forced_loop_factory, every
 ):
     # CASES 14: unlinked requests that meet a full socket overtake each other.
-    refused = backend == "uring" and faults.KNOBS
+    refused = backend == "uring" and every
 
     async def main():
         loop = asyncio.get_running_loop()
