@@ -268,8 +268,6 @@ azc_op *azc_submit(azc_conn *c, const azc_iov *parts, size_t n);
 azc_op *azc_submit_one(azc_conn *c, const char *p, size_t n);
 azc_op *azc_zc_sendto(azc_conn *c, const azc_iov *parts, size_t n, const char *name, size_t namelen,
                       int segment);
-azc_op *azc_zc_sendto_one(azc_conn *c, const char *p, size_t n, const char *name, size_t namelen,
-                          int segment);
 int azc_withdraw(azc_conn *c, azc_op *op);
 
 /* Memory that rings register when they first meet it; see regions.c. azc_region_register does it
@@ -287,6 +285,8 @@ typedef struct azc_api {
     size_t (*take_released)(azc_reactor *r, uint64_t *tokens, size_t max);
     void *(*owner)(azc_reactor *r, uint64_t token);
     int (*withdraw)(azc_conn *c, azc_op *op);
+    azc_op *(*zc_sendto)(azc_conn *c, const azc_iov *parts, size_t n, const char *name,
+                         size_t namelen, int segment);
 } azc_api;
 const azc_api *azc_api_table(void);
 

@@ -754,13 +754,6 @@ azc_op *azc_zc_sendto(azc_conn *pub, const azc_iov *parts, size_t n, const char 
     return op;
 }
 
-azc_op *azc_zc_sendto_one(azc_conn *pub, const char *p, size_t n, const char *name, size_t namelen,
-                          int segment)
-{
-    azc_iov one = {p, n};
-    return azc_zc_sendto(pub, &one, 1, name, namelen, segment);
-}
-
 /* 1: it is out of the queue, no byte of it left, and its slot is free. 0: too late. */
 int azc_withdraw(azc_conn *pub, azc_op *op)
 {
@@ -782,7 +775,7 @@ static void *owner(azc_reactor *r, uint64_t token)
 
 const azc_api *azc_api_table(void)
 {
-    static const azc_api table = {azc_wait,          azc_write, azc_submit,
-                                  azc_take_released, owner,     azc_withdraw};
+    static const azc_api table = {azc_wait, azc_write,    azc_submit,   azc_take_released,
+                                  owner,    azc_withdraw, azc_zc_sendto};
     return &table;
 }

@@ -181,9 +181,7 @@ class Reactor:
         if lib.azc_linger(self.native, int(self.settings.zc_linger * 1e9)):
             self._linger()
 
-    def queue(
-        self, conn: Any, keep: Any, put: Callable[[], Any], kind: type[Operation] = Operation
-    ) -> Operation:
+    def queue(self, conn: Any, keep: Any, put: Callable[[], Any]) -> Operation:
         """`put` queues natively and answers the azc_op, or NULL. What keeps the buffers locked is held
         before: the exception of a signal handler may come between any two lines of Python."""
         mark = -id(keep)
@@ -191,7 +189,7 @@ class Reactor:
         native = put()
         if not native:
             del self.held[mark]
-        op = self.admit(conn, native, keep, kind)
+        op = self.admit(conn, native, keep)
         del self.held[mark]
         return op
 
@@ -199,13 +197,11 @@ class Reactor:
         """Queue locked buffers on a connection that has no transport of ours."""
         return self.queue(conn, parts, lambda: ffi.cast("azc_op *", parts.submit_to(conn.address)))
 
-    def admit(
-        self, conn: Any, native: Any, keep: Any, kind: type[Operation] = Operation
-    ) -> Operation:
+    def admit(self, conn: Any, native: Any, keep: Any) -> Operation:
         """The Operation for a native one that was just queued."""
         if not native:
             raise MemoryError("aiozc: no memory for an operation; nothing was queued")
-        op = kind(self.loop, self, conn, native, keep)
+        op = Operation(self.loop, self, conn, native, keep)
         self.held[native.token] = op
         return op
 

@@ -213,9 +213,8 @@ class StalledReader:
     def read(self, n: int, *, pace: float = 0.0, step: int = 1 << 18) -> bytes:
         """Exactly n bytes, or fewer where the stream ends; `pace` seconds between two receives."""
         if n >= WIDE and not pace:
-            # A full window of RCVBUF may be smaller than a segment: then the sender's kernel sends one a
-            # probe, 200 ms and more apart (measured: 3 MiB in 10 s, once the kernel remembers 127.0.0.1 as a
-            # slow path).
+            # A full window of RCVBUF may be smaller than a segment. Then the sender's kernel sends one a probe,
+            # 200 ms apart and more (3 MiB took 10 s, once the kernel knew 127.0.0.1 as a slow path).
             set_rcvbuf(self.peer, WIDE)
         data = bytearray()
         while len(data) < n:

@@ -91,7 +91,7 @@ PyObject *transport_base(PyObject *module, PyObject *bases);
 extern PyTypeObject *operation_base;
 extern PyObject *operation_class; /* aiozc.Operation */
 extern PyType_Spec operation_spec;
-PyObject *operation_new(PyObject *loop, PyObject *reactor, PyObject *keep);
+PyObject *operation_new(PyObject *type, PyObject *loop, PyObject *reactor, PyObject *keep);
 void operation_start(PyObject *op, azc_conn *conn, azc_op *native);
 int operation_finish(PyObject *op, int error, int path);
 
@@ -99,6 +99,7 @@ int operation_finish(PyObject *op, int error, int path);
 
 size_t parts_bytes(PyObject *parts);
 azc_op *parts_queue(PyObject *parts, azc_conn *conn);
+azc_op *parts_queue_datagram(PyObject *parts, azc_conn *conn, PyObject *name, int segment);
 int hold(PyObject *held, const azc_conn *conn, PyObject *data);
 
 extern PyObject *frozen_type; /* buffers.Frozen */

@@ -41,10 +41,11 @@ static void take_over(Op *self)
 
 /* ---- made ---- */
 
-/* An Operation without a native one yet: the caller queues it, and calls operation_start. */
-PyObject *operation_new(PyObject *loop, PyObject *reactor, PyObject *keep)
+/* An Operation without a native one yet: the caller queues it, and calls operation_start. `class` is
+ * aiozc.Operation or a subclass that adds nothing to it. */
+PyObject *operation_new(PyObject *class, PyObject *loop, PyObject *reactor, PyObject *keep)
 {
-    PyTypeObject *type = (PyTypeObject *)operation_class;
+    PyTypeObject *type = (PyTypeObject *)class;
     Op *self = (Op *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;

@@ -147,6 +147,13 @@ azc_op *parts_queue(PyObject *parts, azc_conn *conn)
     return api->submit(conn, ((Parts *)parts)->iov, (size_t)Py_SIZE(parts));
 }
 
+/* One datagram, or with `segment` several: bytes of the sockaddr, b"" on a connected socket. */
+azc_op *parts_queue_datagram(PyObject *parts, azc_conn *conn, PyObject *name, int segment)
+{
+    return api->zc_sendto(conn, ((Parts *)parts)->iov, (size_t)Py_SIZE(parts),
+                          PyBytes_AS_STRING(name), (size_t)PyBytes_GET_SIZE(name), segment);
+}
+
 /* After a write: what the native side reads from now on is held. In the call that queued it, before
  * the next line of Python runs, for a signal handler may raise there. */
 int hold(PyObject *held, const azc_conn *conn, PyObject *data)

@@ -99,16 +99,20 @@ static PyObject *tr_write(PyObject *self, PyObject *data)
     return call1(self, n__look, data);
 }
 
-/* The Operation for locked buffers, queued and held. NULL: an exception, and nothing is queued. */
-static PyObject *submit(PyObject *self, struct fields *f, PyObject *parts)
+/* An Operation of `class` for locked buffers, not queued yet. */
+static PyObject *prepare(PyObject *self, PyObject *class, PyObject *parts)
 {
     PyObject *loop = PyObject_GetAttr(self, n__loop), *reactor = PyObject_GetAttr(self, n__reactor);
-    PyObject *op = loop && reactor ? operation_new(loop, reactor, parts) : NULL;
+    PyObject *op = loop && reactor ? operation_new(class, loop, reactor, parts) : NULL;
     Py_XDECREF(loop);
     Py_XDECREF(reactor);
-    if (!op)
-        return NULL;
-    azc_op *native = parts_queue(parts, f->conn);
+    return op;
+}
+
+/* The native one was queued (NULL: no memory for it): `op` is held before any line of Python runs.
+ * Takes the reference to `op`. NULL: an exception, and nothing is queued. */
+static PyObject *admit(struct fields *f, PyObject *op, azc_op *native)
+{
     PyObject *token = native ? PyLong_FromUnsignedLongLong(native->token) : NULL;
     if (!token || PyDict_SetItem(f->held, token, op) < 0) {
         if (native)
@@ -124,6 +128,18 @@ static PyObject *submit(PyObject *self, struct fields *f, PyObject *parts)
     return op;
 }
 
+/* Pause the protocol where the queue is over high water now. Takes and gives the reference to `op`. */
+static PyObject *review_queue(PyObject *self, struct fields *f, PyObject *op)
+{
+    if (op && f->conn && f->conn->unsent > f->conn->high) {
+        PyObject *rc = PyObject_CallMethodNoArgs(self, n__maybe_pause_protocol);
+        if (!rc)
+            Py_CLEAR(op);
+        Py_XDECREF(rc);
+    }
+    return op;
+}
+
 /* zc_write(data): a buffer or a list of buffers on an open transport. */
 static PyObject *tr_zc_write(PyObject *self, PyObject *data)
 {
@@ -136,18 +152,33 @@ static PyObject *tr_zc_write(PyObject *self, PyObject *data)
     if (!parts)
         return NULL;
     PyObject *op;
-    if (!parts_bytes(parts) || !f->conn) /* locking may run code of the buffers' owners */
+    if (!parts_bytes(parts) || !f->conn) { /* locking may run code of the buffers' owners */
         op = call1(self, n__zc_write, parts);
-    else
-        op = submit(self, f, parts);
-    Py_DECREF(parts);
-    if (op && f->conn && f->conn->unsent > f->conn->high) {
-        PyObject *rc = PyObject_CallMethodNoArgs(self, n__maybe_pause_protocol);
-        if (!rc)
-            Py_CLEAR(op);
-        Py_XDECREF(rc);
+    } else {
+        op = prepare(self, operation_class, parts);
+        if (op)
+            op = admit(f, op, parts_queue(parts, f->conn));
     }
-    return op;
+    Py_DECREF(parts);
+    return review_queue(self, f, op);
+}
+
+/* _zc_datagram(parts, sockaddr, segment, class of the operation): see datagram.py's zc_sendto. */
+static PyObject *tr_zc_datagram(PyObject *self, PyObject *args)
+{
+    PyObject *parts, *name, *class;
+    int segment;
+    if (!PyArg_ParseTuple(args, "O!SiO!:_zc_datagram", parts_type, &parts, &name, &segment,
+                          &PyType_Type, &class))
+        return NULL;
+    if (!PyType_IsSubtype((PyTypeObject *)class, (PyTypeObject *)operation_class))
+        return PyErr_Format(PyExc_TypeError, "a class of operations is needed");
+    struct fields *f = fields_of(self);
+    azc_conn *conn = conn_of_transport(self);
+    PyObject *op = conn ? prepare(self, class, parts) : NULL;
+    if (op)
+        op = admit(f, op, parts_queue_datagram(parts, conn, name, segment));
+    return review_queue(self, f, op);
 }
 
 static PyObject *tr_bind(PyObject *self, PyObject *args)
@@ -183,6 +214,8 @@ static PyMethodDef methods[] = {
      "TypeError: not bytes-like. On a lost connection it does nothing, as asyncio's."},
     {"zc_write", tr_zc_write, METH_O,
      "Queue a buffer, or a list of buffers, zero-copy; its Operation. See StreamWriter.zc_submit."},
+    {"_zc_datagram", tr_zc_datagram, METH_VARARGS,
+     "(Parts, sockaddr, segment or 0, class of the operation): queue one; its operation."},
     {"_bind", tr_bind, METH_VARARGS, "(address of the transport's azc_conn, reactor.held)"},
     {"_unbind", tr_unbind, METH_NOARGS, "The connection is about to be closed. Idempotent."},
     {NULL, NULL, 0, NULL},

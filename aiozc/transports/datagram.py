@@ -19,8 +19,8 @@ from asyncio.log import logger
 from typing import TYPE_CHECKING, Any
 
 from .. import hooks
+from .._fast import Parts
 from .._reactor_c import ffi, lib
-from ..buffers import export
 from ..operation import Operation, path_name
 from .base import NativeTransport, os_error
 from .stream import Sendable, ZeroCopyInfo
@@ -40,9 +40,7 @@ MAX_SEGMENT = 65507  # payload of the largest IPv4 datagram
 MAX_SEGMENTS = 128  # UDP_MAX_SEGMENTS (measured on 6.18); 64 in older kernels
 _MAX_BUFFERS = 1024  # UIO_MAXIOV
 
-_PLAIN = frozenset((bytes, bytearray))
-_from_buffer = ffi.from_buffer
-_zc_sendto_one = lib.azc_zc_sendto_one
+_MANY = frozenset((list, tuple))
 
 _ADVICE = {
     errno.EINVAL: "; with segment_size: a segment and its headers must fit the path's MTU, older kernels "
@@ -204,37 +202,17 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
                 errno.ECONNRESET,
                 "the transport is closing: nothing was queued; open a new endpoint",
             )
-        conn = self._conn
         name = self._remembered_name(addr) if type(addr) is tuple else None
         if name is None:
             name = self._destination(addr)
-        segment = 0
-        if type(data) is not list and type(data) is not tuple:
-            keep: Any = _from_buffer(data) if type(data) in _PLAIN else export(data)
-            size = len(keep)
-            if segment_size is not None:
-                segment = self._segment(segment_size, size)
-
-            def put() -> Any:
-                return _zc_sendto_one(conn, keep, size, name, len(name), segment)
-
-        else:
-            if len(data) > _MAX_BUFFERS:
-                raise ValueError(
-                    f"a datagram is gathered from at most {_MAX_BUFFERS} buffers, not {len(data)}; "
-                    "join some of them"
-                )
-            keep = [export(part) for part in data]
-            if segment_size is not None:
-                segment = self._segment(segment_size, sum(map(len, keep)))
-            parts = ffi.new("azc_iov[]", [(part, len(part)) for part in keep])
-
-            def put() -> Any:
-                return lib.azc_zc_sendto(conn, parts, len(keep), name, len(name), segment)
-
-        op = self._reactor.queue(conn, keep, put, DatagramOperation)
-        if conn.unsent > self._high_water:
-            self._maybe_pause_protocol()
+        if type(data) in _MANY and len(data) > _MAX_BUFFERS:
+            raise ValueError(
+                f"a datagram is gathered from at most {_MAX_BUFFERS} buffers, not {len(data)}; "
+                "join some of them"
+            )
+        parts = Parts(data)
+        segment = 0 if segment_size is None else self._segment(segment_size, parts.nbytes)
+        op: Operation = self._zc_datagram(parts, name, segment, DatagramOperation)
         return op
 
     def _segment(self, segment_size: Any, size: int) -> int:
