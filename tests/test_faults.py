@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -108,6 +109,24 @@ def test_uring_that_was_demanded_is_refused_where_a_request_is_missing() -> None
     script = "import aiozc\ntry: aiozc.new_event_loop(backend='uring')\nexcept RuntimeError as e: print(e)"
     (said,) = without("no_recvmsg", script)
     assert "plain_requests" in said and "epoll" in said
+
+
+@pytest.mark.faults
+@needs_uring
+def test_the_doctor_says_which_request_is_missing() -> None:
+    # Fails when: a feature that the loop needs is not among those that the doctor looks for.
+    environment = {**os.environ, faults.VARIABLE: "no_accept_multishot=1,no_poll=1"}
+    environment.pop("AIOZC_BACKEND", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "aiozc", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+    )
+    assert done.returncode == 1, done.stderr
+    (finding,) = (f for f in json.loads(done.stdout)["findings"] if f["id"] == "kernel")
+    assert "plain_requests, accept_multishot" in finding["what"]
 
 
 # -- memory --
