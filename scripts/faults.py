@@ -1,4 +1,4 @@
-"""Runs the contract and order tests under each fault knob of a build with AIOZC_FAULTS=1.
+"""Runs the contract, order and fuzz tests under each fault knob of a build with AIOZC_FAULTS=1.
 
     python scripts/faults.py [KNOB ...] [--jobs 3] [-- arguments for pytest]
 

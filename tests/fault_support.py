@@ -1,4 +1,4 @@
-"""Which fault knobs the contract and order tests run under, and the tests that cannot hold under one.
+"""Which fault knobs the contract, order and fuzz tests run under, and the tests that cannot hold under one.
 
 Read by conftest.py, where the environment's AIOZC_FAULT names knobs, and by scripts/faults.py, which runs the
 tests under each. What a knob does is said in _native/faults.h. A test is left out only where what it asserts is
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-CONTRACT = ("contract", "contract_lifetime", "contract_limits", "order")
+CONTRACT = ("contract", "contract_lifetime", "contract_limits", "order", "fuzz")
 
 
 @dataclass(frozen=True)
