@@ -54,6 +54,9 @@ extern const azc_api *api; /* the reactor's functions; set once by bind() */
     X(_loop)                                                                                       \
     X(_reactor)                                                                                    \
     X(_zc_write)                                                                                   \
+    X(_zc_sendto)                                                                                  \
+    X(addr)                                                                                        \
+    X(segment_size)                                                                                \
     X(_maybe_pause_protocol)                                                                       \
     X(_write)
 #define DECLARE(name) extern PyObject *n_##name;
@@ -73,18 +76,24 @@ PyObject *call_ints(PyObject *self, PyObject *name, long a, long b);
 #define FAST_DATA 1   /* protocol.data_received */
 #define FAST_BUFFER 2 /* protocol.get_buffer and buffer_updated */
 
+#define OPEN_STREAM 1   /* write() and zc_write() may queue */
+#define OPEN_DATAGRAM 2 /* zc_sendto() may */
+
 struct fields { /* of a transport, behind the slots of asyncio's classes */
     azc_conn *conn;
     PyObject *protocol, *context;
-    PyObject *held;     /* the reactor's, by token: who keeps what locked */
+    PyObject *held; /* the reactor's, by token: who keeps what locked */
+    PyObject
+        *names; /* of a datagram socket: sockaddr by address; None: where a call without one goes */
     unsigned char fast; /* FAST_*, or 0: see stream.py's _review */
-    char open;          /* write() may queue */
+    unsigned char open; /* OPEN_*, or 0: the call has to ask Python */
     char closing;       /* close() or abort() was called */
 };
 
 struct fields *fields_of(PyObject *transport);
 azc_conn *conn_of_transport(PyObject *transport); /* NULL: an exception is set */
 PyObject *transport_base(PyObject *module, PyObject *bases);
+PyObject *zc_sendto_method(PyObject *module, PyObject *kind);
 
 /* ---- operation.c ---- */
 

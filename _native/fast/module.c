@@ -77,6 +77,8 @@ static PyMethodDef functions[] = {
      "asyncio's Handle, TimerHandle and BaseEventLoop.call_soon. Called once, at import."},
     {"transport_base", transport_base, METH_O,
      "A class with the given bases and the native fields of a transport."},
+    {"zc_sendto_method", zc_sendto_method, METH_O,
+     "zc_sendto for a class of transports, given the class of its operations."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -41,8 +41,8 @@ static void take_over(Op *self)
 
 /* ---- made ---- */
 
-/* An Operation without a native one yet: the caller queues it, and calls operation_start. `class` is
- * aiozc.Operation or a subclass that adds nothing to it. */
+/* An Operation without a native one yet: the caller queues it, and calls operation_start. `class`
+ * is aiozc.Operation or a subclass that adds nothing to it. */
 PyObject *operation_new(PyObject *class, PyObject *loop, PyObject *reactor, PyObject *keep)
 {
     PyTypeObject *type = (PyTypeObject *)class;
