@@ -1,5 +1,5 @@
-/* check.h - what the programs of tests/native/ share: checks that end the program, and a generator of
- * numbers that is the same everywhere. */
+/* check.h - what the programs of tests/native/ share: checks that end the program, and a generator
+ * of numbers that is the same everywhere. */
 #ifndef CHECK_H
 #define CHECK_H
 

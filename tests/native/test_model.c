@@ -1,15 +1,15 @@
 /* test_model.c - send queue and operation table under random operations, against a plain model.
  *
  * Compiled and run by tests/test_native.py and `make native`; arguments: [steps [seed]]. No kernel:
- * the test takes the requests and answers them in any way a kernel may, with full and short results,
- * every kind of error, notifications in any order, early, doubled. It plays the kernel's reading,
- * too: the bytes of a request are read when they are accepted, and again right before its
- * notification, out of the very memory that was named; memory that an operation gave back is freed at
- * once. So bytes out of order, and memory that is freed, reused or extended early, show as wrong
+ * the test takes the requests and answers them in any way a kernel may, with full and short
+ * results, every kind of error, notifications in any order, early, doubled. It plays the kernel's
+ * reading, too: the bytes of a request are read when they are accepted, and again right before its
+ * notification, out of the very memory that was named; memory that an operation gave back is freed
+ * at once. So bytes out of order, and memory that is freed, reused or extended early, show as wrong
  * bytes or to the sanitizers.
  *
- * The model knows what is queued on each connection, which requests there are, and who is told what;
- * it is compared with the accounts of the library after each step.
+ * The model knows what is queued on each connection, which requests there are, and who is told
+ * what; it is compared with the accounts of the library after each step.
  */
 #include "internal.h"
 
@@ -301,7 +301,7 @@ static void finish(struct mreq *k)
 
 static void first(struct mconn *m)
 {
-    static const int errors[] = {EAGAIN,     EINTR, ECANCELED, ENOMEM,    ENOBUFS,
+    static const int errors[] = {EAGAIN,     EINTR, ECANCELED,  ENOMEM,    ENOBUFS,
                                  EOPNOTSUPP, EPIPE, ECONNRESET, ECANCELED, ENOMEM};
     struct mreq *k = m->unsent;
     uint32_t how = draw(10);
@@ -401,7 +401,8 @@ static void hear(void)
     int fired = azc_take_events(r);
     for (int i = 0; i < (fired & AZC_FIRED_EVENTS); i++) {
         azc_event *e = &azc_events(r)[i];
-        struct mop *o = e->kind == AZC_EV_SENT || e->kind == AZC_EV_RELEASED ? op_by(e->token) : NULL;
+        struct mop *o =
+            e->kind == AZC_EV_SENT || e->kind == AZC_EV_RELEASED ? op_by(e->token) : NULL;
         if (e->kind == AZC_EV_SENT) {
             CHECK(o && !o->parts && !o->told && e->res == o->error);
             o->told = true;
@@ -473,7 +474,7 @@ static void compare(void)
             continue; /* a chunk's place may be somebody else's already */
         CHECK(o->op->parts == o->parts && o->op->pins == o->pins);
         CHECK(o->op->sent == o->sent && o->op->error == o->error);
-        CHECK(o->op->state == (o->parts    ? o->issued ? AZC_ISSUED : AZC_QUEUED
+        CHECK(o->op->state == (o->parts   ? o->issued ? AZC_ISSUED : AZC_QUEUED
                                : o->error ? AZC_FAILED
                                           : AZC_SENT));
     }

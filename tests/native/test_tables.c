@@ -1,8 +1,8 @@
 /* test_tables.c - slots, copied bytes and regions under random use, against a plain model.
  *
- * Compiled and run by tests/test_native.py and `make native`; arguments: [steps [seed]]. What is taken
- * is written to its last byte and compared before it is given back, so two owners of one byte show,
- * as does memory outside of what was asked for (to the sanitizers, or to Valgrind).
+ * Compiled and run by tests/test_native.py and `make native`; arguments: [steps [seed]]. What is
+ * taken is written to its last byte and compared before it is given back, so two owners of one byte
+ * show, as does memory outside of what was asked for (to the sanitizers, or to Valgrind).
  */
 #include "internal.h"
 
@@ -162,7 +162,8 @@ static void regions(uint64_t steps)
         }
         if (at + len > sizeof memory)
             continue;
-        struct region *in = known[j].id && region_holds(&known[j], memory + at, len) ? &known[j] : 0;
+        struct region *in =
+            known[j].id && region_holds(&known[j], memory + at, len) ? &known[j] : 0;
         CHECK(region_find(memory + at, len, &found) == (in != NULL) && (!in || found.id == in->id));
         struct iovec iov[3] = {{memory + at, len},
                                {(void *)known[j].base, known[j].len / 2},
