@@ -20,7 +20,7 @@ DEPS := $(addprefix $(VENV)/.deps-,test dev bench peers conformance)
 ASAN_DEPS := $(ASAN)/.deps-test
 NATIVE := $(wildcard _native/*.c _native/*.h _native/*.py _native/fast/*.c _native/fast/*.h)
 PACKAGE := $(shell find aiozc -name '*.py')
-C_FILES := $(wildcard _native/*.c _native/*.h _native/fast/*.c _native/fast/*.h bench/*.c bench/*.h bench/*/*.c)
+C_FILES := $(wildcard tests/native/*.c tests/native/*.h _native/*.c _native/*.h _native/fast/*.c _native/fast/*.h bench/*.c bench/*.h bench/*/*.c)
 # What changes the native module without changing a file of it.
 FLAVOUR := werror=$(AIOZC_WERROR) sanitize=$(AIOZC_SANITIZE) faults=$(AIOZC_FAULTS) CC=$(CC) CFLAGS=$(CFLAGS)
 
