@@ -16,15 +16,17 @@ ASAN := $(patsubst .venv%,.venv-asan%,$(VENV))
 PY := $(VENV)/bin/python
 ASAN_PY := $(ASAN)/bin/python
 # One stamp for each extra of pyproject.toml that is installed.
-DEPS := $(addprefix $(VENV)/.deps-,test dev bench peers conformance)
+DEPS := $(addprefix $(VENV)/.deps-,test dev bench peers conformance frameworks)
 ASAN_DEPS := $(ASAN)/.deps-test
+DEPS += $(VENV)/.deps-package $(VENV)/.deps-docs
 NATIVE := $(wildcard _native/*.c _native/*.h _native/*.py _native/fast/*.c _native/fast/*.h)
 PACKAGE := $(shell find aiozc -name '*.py')
 C_FILES := $(wildcard tests/native/*.c tests/native/*.h _native/*.c _native/*.h _native/fast/*.c _native/fast/*.h bench/*.c bench/*.h bench/*/*.c)
 # What changes the native module without changing a file of it.
 FLAVOUR := werror=$(AIOZC_WERROR) sanitize=$(AIOZC_SANITIZE) faults=$(AIOZC_FAULTS) CC=$(CC) CFLAGS=$(CFLAGS)
+FLAVOUR += static=$(AIOZC_STATIC_LIBURING)
 
-.PHONY: build demo test slow full asan faults native conformance lint format bench-echo bench-peers \
+.PHONY: build demo test slow full asan faults native conformance frameworks lint format bench-echo bench-peers \
 	clean distclean bootstrap FORCE
 .NOTPARALLEL:
 
@@ -40,7 +42,7 @@ test: build
 slow: build
 	$(PY) -m pytest tests -m slow $(ARGS) || [ $$? -eq 5 ]
 
-full: test slow asan faults conformance
+full: test slow asan faults conformance frameworks
 
 # The C programs, with leaks looked for, under Valgrind, with many seeds.
 native: build
@@ -49,11 +51,37 @@ native: build
 conformance: build $(VENV)/.deps-conformance
 	$(PY) scripts/conformance.py $(ARGS)
 
+# Their servers and clients on our loop; Redis and PostgreSQL are Debian's packages (redis-server, postgresql).
+frameworks: build $(VENV)/.deps-frameworks
+	$(PY) -m pytest tests/frameworks $(ARGS)
+
 bench-echo: build $(VENV)/.deps-bench
 	$(PY) bench/echo.py $(ARGS)
 
 bench-peers: build $(VENV)/.deps-bench $(VENV)/.deps-peers
 	$(PY) bench/peers.py $(ARGS)
+
+# -- packages and documentation --
+
+.PHONY: dist wheel wheel-check docs stubs
+
+full: docs
+
+# What is in the tree, and everything that builds and tests it, without a compiler.
+dist: $(VENV)/.deps-package
+	rm -f dist/*.tar.gz
+	AIOZC_NO_EXT=1 $(PY) -m build -q --sdist --outdir dist .
+
+# From the sdist, not from the working tree: so nothing that lies about gets into it. liburing is inside;
+# auditwheel gives it the tag that fits the C library it was built on.
+wheel: dist
+	rm -rf build/wheel dist/*.whl
+	AIOZC_STATIC_LIBURING=1 $(PY) -m pip wheel -q --no-deps --wheel-dir build/wheel dist/*.tar.gz
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair --wheel-dir dist build/wheel/*.whl
+	$(PY) -m auditwheel show dist/*.whl
+
+wheel-check: wheel
+	$(PY) scripts/check_wheel.py dist/*.whl --without-liburing $(ARGS)
 
 lint: $(VENV)/.deps-test $(VENV)/.deps-dev
 	$(VENV)/bin/ruff check .
@@ -65,6 +93,16 @@ lint: $(VENV)/.deps-test $(VENV)/.deps-dev
 	else \
 		echo "clang-format is not here: C not checked"; \
 	fi
+
+# The site, in build/site. A warning, a dead link, a block of code that fails, or a stale picture is an error.
+docs: build $(VENV)/.deps-docs
+	$(PY) scripts/figures.py --check
+	$(PY) -m pytest -q tests/test_code_blocks.py tests/test_states.py
+	$(PY) -m mkdocs build --strict --quiet
+
+stubs: build $(VENV)/.deps-dev
+	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml --allowlist scripts/stubs_allowed.txt \
+		--ignore-unused-allowlist aiozc._fast
 
 format: $(VENV)/.deps-dev
 	$(VENV)/bin/ruff check --fix .
@@ -127,7 +165,7 @@ $(ASAN)/.native: $(NATIVE) $(PACKAGE) $(ASAN_DEPS)
 
 # Environments stay: `make distclean` removes them too.
 clean:
-	rm -rf build dist aiozc.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist licenses site aiozc.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	rm -f aiozc/_reactor_c*.so aiozc/_reactor_c.c aiozc/_fast*.so aiozc/*.o _native/*.o .venv*/.native
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 

@@ -163,6 +163,7 @@ typedef struct azc_conn {
     uint8_t path;  /* AZC_PATH_* of the last report that could be trusted */
     uint8_t kind;
     uint8_t adaptive; /* may be set: leave zero-copy where the path copies */
+    uint8_t shared;   /* may be set: other processes may listen on it, too */
     void *owner;      /* the caller's, for azc_api.owner; not read otherwise */
     uint64_t address; /* its own, for aiozc._fast */
 } azc_conn;
@@ -200,6 +201,7 @@ typedef struct azc_config {
     uint32_t cq_entries;
     uint32_t recv_buffers; /* a power of two */
     uint32_t zerocopy;     /* 0: everything goes by copying */
+    uint32_t msg_zerocopy; /* the same where azc_fall_back leads */
     uint32_t adaptive;
     uint32_t auto_write; /* AZC_WRITE_*: plain writes that nobody can change */
     uint32_t max_parts;
@@ -215,6 +217,7 @@ typedef struct azc_config {
 
 /* Library-wide. */
 int azc_probe(uint32_t *features);
+int azc_probe_msg_zerocopy(void);
 const char *azc_liburing_built(void);
 int azc_liburing_runtime(void);
 

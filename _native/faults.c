@@ -126,10 +126,12 @@ ssize_t faults_sendmsg(struct conn *c, const struct msghdr *m, int flags)
     azc_reactor *r = c->r;
     struct msghdr cut = *m;
     struct iovec part;
+    bool stream = c->pub.kind == AZC_STREAM; /* of a datagram dgramq.c asks, and it goes whole */
+    bool zc = stream && flags & MSG_ZEROCOPY;
     int error = 0;
-    if (flags & MSG_ZEROCOPY && fault(r, AZC_FAULT_ZC_ENOMEM))
+    if (zc && fault(r, AZC_FAULT_ZC_ENOMEM))
         error = ENOMEM;
-    else if (flags & MSG_ZEROCOPY && fault(r, AZC_FAULT_ZC_ENOBUFS))
+    else if (zc && fault(r, AZC_FAULT_ZC_ENOBUFS))
         error = ENOBUFS;
     else if (may_be_full(c) && fault(r, AZC_FAULT_EAGAIN))
         error = EAGAIN;
@@ -137,7 +139,7 @@ ssize_t faults_sendmsg(struct conn *c, const struct msghdr *m, int flags)
         errno = error;
         return -1;
     }
-    if (may_be_full(c) && halve(&cut, &part) && fault(r, AZC_FAULT_SHORT_SEND))
+    if (stream && may_be_full(c) && halve(&cut, &part) && fault(r, AZC_FAULT_SHORT_SEND))
         m = &cut;
     return sendmsg(c->pub.fd, m, flags);
 }

@@ -47,6 +47,7 @@
 #include <sys/eventfd.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -76,6 +77,12 @@
 #define GIVEN_MIN 8
 #define GIVEN_WINDOW 1024
 #define GIVEN_BYTES (768u << 10)
+
+/* glibc has a function for it from 2.30 on only, and wheels are to run with older ones. */
+static pid_t thread_id(void)
+{
+    return (pid_t)syscall(SYS_gettid);
+}
 
 struct ring_region {
     uint64_t id; /* 0: free */
@@ -350,7 +357,7 @@ static void dig_grave(struct azc_reactor *r)
 static int uring_attach(struct azc_reactor *r)
 {
     struct uring *u = uring_of(r);
-    if (u && u->tid == gettid()) {
+    if (u && u->tid == thread_id()) {
         u->no_send = false;
         if (!u->quick)
             u->quick = io_uring_register_ring_fd(&u->ring) == 1;
@@ -367,7 +374,7 @@ static int uring_attach(struct azc_reactor *r)
         free(u);
         return rc;
     }
-    u->tid = gettid();
+    u->tid = thread_id();
     (void)io_uring_ring_dontfork(&u->ring); /* a child that entered it would get -EEXIST */
     u->quick = io_uring_register_ring_fd(&u->ring) == 1; /* saves a look-up an enter; optional */
     r->be_data = u;
@@ -462,6 +469,10 @@ static void on_datagram(struct conn *c, int32_t res, unsigned flags)
 
 static void on_listen(struct conn *c, int32_t res)
 {
+    if (c->pub.shared && res > 0) {
+        accept_some(c);
+        return;
+    }
     if (res == -ECANCELED || res == -EAGAIN || res == -EINTR || res == -ECONNABORTED)
         return;
     if (res < 0)
@@ -478,7 +489,7 @@ static void on_conn(struct azc_reactor *r, uint64_t token, int32_t res, unsigned
     if (!c || c->closed) {
         if (flags & IORING_CQE_F_BUFFER)
             spare_buffer(r, flags >> IORING_CQE_BUFFER_SHIFT);
-        else if (c && c->pub.kind == AZC_LISTEN && res >= 0)
+        else if (c && c->pub.kind == AZC_LISTEN && !c->pub.shared && res >= 0)
             close(res); /* accepted for a listener that is gone */
         if (c && !(flags & IORING_CQE_F_MORE))
             c->armed = false;
@@ -668,7 +679,7 @@ static int uring_region(struct azc_reactor *r, uint64_t id)
 {
     struct uring *u = uring_of(r);
     struct region g;
-    if (!u || u->tid != gettid())
+    if (!u || u->tid != thread_id())
         return -ENXIO;
     if (!region_by_id(id, &g))
         return -ENOENT;
@@ -716,6 +727,13 @@ static bool arm(struct conn *c)
         sqe->buf_group = 0;
         break;
     case AZC_LISTEN:
+        if (c->pub.shared) {
+            /* The kernel queues accepts as exclusive waiters, and one that stays armed is always
+             * the first: one process would get every connection, however busy it is. A poll wakes
+             * all. */
+            io_uring_prep_poll_add(sqe, c->pub.fd, POLLIN);
+            break;
+        }
         io_uring_prep_multishot_accept(sqe, c->pub.fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
         break;
     case AZC_CONNECT:
@@ -932,7 +950,7 @@ static void uring_send_now(struct conn *c)
 {
     struct azc_reactor *r = c->r;
     struct uring *u = uring_of(r);
-    if (!u || u->no_send || !sendq_ready(c) || u->tid != gettid())
+    if (!u || u->no_send || !sendq_ready(c) || u->tid != thread_id())
         return; /* also when the socket is full: it tells when it is not any more */
     if (!bring_up(c))
         mark_dirty(c);
@@ -954,7 +972,7 @@ static bool any_sendable(struct azc_reactor *r)
 static int uring_detach(struct azc_reactor *r)
 {
     struct uring *u = uring_of(r);
-    if (!u || u->tid != gettid())
+    if (!u || u->tid != thread_id())
         return 0;
     for (int i = 0; i < 1000 && (i == 0 || any_sendable(r)); i++) {
         flush(r);
@@ -995,7 +1013,7 @@ static int uring_quiesce(struct conn *c)
     struct uring *u = uring_of(r);
     if (!u || !with_kernel(c))
         return 0;
-    if (u->tid != gettid())
+    if (u->tid != thread_id())
         return -EXDEV; /* cannot happen while detach did its work; never close blindly */
     for (int i = 0; i < 1000 && with_kernel(c); i++) {
         if (c->out_armed && i % 8 == 0)
@@ -1017,7 +1035,7 @@ static int uring_drain(struct azc_reactor *r, int64_t timeout_ns)
 {
     uint64_t deadline = now_ns() + (uint64_t)(timeout_ns > 0 ? timeout_ns : 0);
     struct uring *u = uring_of(r);
-    bool mine = u->tid == gettid();
+    bool mine = u->tid == thread_id();
     if (!mine) {
         int rc =
             uring_attach(r); /* a ring of our own, to wait in; the old one's debts are orphans */

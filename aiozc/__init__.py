@@ -23,6 +23,7 @@ from .attach import zc_attach, zc_send, zc_submit
 from .broadcast import BroadcastResult, broadcast
 from .buffers import Frozen, frozen
 from .capabilities import Capabilities, capabilities
+from .execve import execve
 from .loop import EventLoop, new_event_loop, run
 from .operation import Operation, OperationState, Result
 from .policy import EventLoopPolicy, install
@@ -31,6 +32,7 @@ from .receive import read_into
 from .settings import Settings
 from .stats import ZcStats
 from .streams import StreamWriter, open_connection, start_server
+from .tensors import as_buffer
 from .transports.datagram import DatagramTransport
 from .transports.stream import StreamTransport, ZeroCopyInfo
 
@@ -53,8 +55,10 @@ __all__ = [
     "ZcStats",
     "ZeroCopyInfo",
     "__version__",
+    "as_buffer",
     "broadcast",
     "capabilities",
+    "execve",
     "frozen",
     "install",
     "new_event_loop",

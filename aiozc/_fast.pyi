@@ -1,7 +1,11 @@
-"""The native part that runs once an event; made from _native/fast/."""
+"""The native part that runs once an event; made from _native/fast/. `make stubs` compares the two."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, final
+
+from typing_extensions import disjoint_base  # for type checkers alone: nothing imports a stub
+
+_T = TypeVar("_T")
 
 def bind(
     api: int, frozen: type, refuse: Callable[[Any, Exception], Any], operation: type, /
@@ -9,12 +13,14 @@ def bind(
 def transport_base(bases: tuple[type, ...], /) -> Any: ...
 def zc_sendto_method(kind: type, /) -> Any: ...
 def bind_handle(handle: type, timer: type, call_soon: Callable[..., Any], /) -> None: ...
+def check_by(checked: type, /) -> None: ...
 
 class Scheduler:
     def call_soon(
         self, callback: Callable[..., Any], /, *args: Any, context: Any = None
     ) -> Any: ...
 
+@final
 class Core:
     handle: Any
     running: bool
@@ -37,6 +43,7 @@ class Core:
     def drop_released(self) -> None: ...
     def turn(self, loop: Any, min_scheduled: int, /) -> bool: ...
 
+@disjoint_base
 class Operation:
     nbytes: int
     _loop: Any
@@ -63,10 +70,12 @@ class Operation:
     def _withdraw(self) -> bool: ...
     def _want_sent(self) -> None: ...
 
+@final
 class Slot:
     def __new__(cls, base: int, size: int, give_back: Callable[[], None], /) -> Slot: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
+@final
 class Parts:
     @property
     def nbytes(self) -> int: ...
@@ -76,3 +85,4 @@ class Parts:
     def submit_to(self, conn: int, /) -> int: ...
     def write_to(self, conn: int, held: dict[int, Any], by_reference: bool, /) -> bool: ...
     def copies(self) -> list[bytes]: ...
+    def each(self, function: Callable[[memoryview], _T], /) -> list[_T]: ...

@@ -17,11 +17,11 @@ from asyncio import events
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import _fast, bare, hooks
+from . import _fast, bare, checked, hooks
 from .capabilities import choose
 from .pool import Region, register_buffer
 from .reactor import Reactor, ReactorSelector
-from .settings import Settings
+from .settings import settings_of
 from .stats import ZcStats
 from .transports.connector import Connector
 from .transports.datagram import DatagramTransport
@@ -64,7 +64,7 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
         self._closed = True
         # All that is ours is kept there. asyncio's loop has nearly 30 attributes, and from the 31st on
         # CPython 3.13 reaches every one of them more slowly (bench/peers.py, rows call-soon).
-        wanted = Settings(**settings)
+        wanted = settings_of(settings)
         self._reactor = Reactor(self, choose(wanted.backend, wanted.zerocopy), wanted)
         self._ssock: socket.socket | None = None
         super().__init__(ReactorSelector(self._reactor, self._is_wakeup))
@@ -76,6 +76,11 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
 
     def _is_wakeup(self, fd: int) -> bool:
         return self._ssock is not None and fd == self._ssock.fileno()
+
+    def set_debug(self, enabled: bool) -> None:
+        super().set_debug(enabled)
+        if enabled:
+            checked.watch()
 
     # -- waking --
     #
@@ -234,6 +239,20 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
 
     # -- serving --
 
+    async def create_server(
+        self, protocol_factory: Callable[[], Any], *args: Any, sock: Any = None, **kwargs: Any
+    ) -> asyncio.Server:
+        if isinstance(sock, socket.socket):
+            self._reactor.given.add(sock)
+        return await super().create_server(protocol_factory, *args, sock=sock, **kwargs)
+
+    async def create_unix_server(
+        self, protocol_factory: Callable[[], Any], *args: Any, sock: Any = None, **kwargs: Any
+    ) -> asyncio.Server:
+        if isinstance(sock, socket.socket):
+            self._reactor.given.add(sock)
+        return await super().create_unix_server(protocol_factory, *args, sock=sock, **kwargs)
+
     def _start_serving(
         self,
         protocol_factory: Callable[[], Any],
@@ -288,7 +307,7 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
         memory, which is locked against resizing until then and must not be changed. Calls on one
         socket go out one behind the other, in the order in which they began; what is sent by other
         means meanwhile goes between them. Receiving is not touched. Where zero-copy is not to be
-        had (epoll, Unix sockets) it copies.
+        had (Unix sockets, zero-copy switched off) it copies.
 
         Being cancelled: if nothing of it was issued, nothing is sent; else it goes on, and the memory stays
         locked until it went. Closing the socket cuts nothing either: the peer sees its end after the

@@ -33,6 +33,7 @@ from order_support import (
     reset,
     unpinned,
 )
+from support import copies
 
 import aiozc
 
@@ -339,8 +340,8 @@ def check_interleaving(backend, loop_factory, count: int) -> None:
 
 
 def check_fall_back(backend, loop_factory, count: int) -> None:
-    if backend != "uring":
-        pytest.skip("the fault knob acts on zero-copy requests, and this backend makes none")
+    if copies(backend):
+        pytest.skip("the fault knob acts on zero-copy requests, and this variant makes none")
     totals = {"fallbacks": 0, "requests": 0}
 
     @examples(count)
@@ -387,7 +388,7 @@ def test_twelve_large_sends_arrive_in_order_while_some_are_refused(
     run, backend, forced_loop_factory, every
 ):
     # CASES 14: unlinked requests that meet a full socket overtake each other.
-    refused = backend == "uring" and every
+    refused = every and not copies(backend)
 
     async def main():
         loop = asyncio.get_running_loop()

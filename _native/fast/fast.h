@@ -54,6 +54,8 @@ extern const azc_api *api; /* the reactor's functions; set once by bind() */
     X(_loop)                                                                                       \
     X(_reactor)                                                                                    \
     X(_zc_write)                                                                                   \
+    X(release)                                                                                     \
+    X(checked)                                                                                     \
     X(_zc_sendto)                                                                                  \
     X(addr)                                                                                        \
     X(segment_size)                                                                                \
@@ -113,6 +115,13 @@ int hold(PyObject *held, const azc_conn *conn, PyObject *data);
 
 extern PyObject *frozen_type; /* buffers.Frozen */
 extern PyObject *refuse;      /* buffers.refuse(obj, exc): raises what tells the remedy */
+/* checked.Checked, whose instance stands for the Parts that it holds and is called at the release.
+ * NULL: no loop of this process ever wanted that. */
+extern PyObject *checked_type;
+static inline int is_checked(PyObject *keep)
+{
+    return checked_type && keep && (PyObject *)Py_TYPE(keep) == checked_type;
+}
 extern PyType_Spec core_spec, parts_spec, scheduler_spec, slot_spec;
 
 /* Is the attribute true? -1: an exception. */

@@ -69,12 +69,23 @@ static PyObject *bind(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* check_by(checked.Checked): from now on ask the reactor of every operation. For good: what was
+ * queued so is called at its release. */
+static PyObject *check_by(PyObject *module, PyObject *type)
+{
+    (void)module;
+    Py_XSETREF(checked_type, Py_NewRef(type));
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
     {"bind", bind, METH_VARARGS,
      "The address of azc_api, buffers.Frozen, buffers.refuse, aiozc.Operation. Called once, at "
      "import."},
     {"bind_handle", bind_handle, METH_VARARGS,
      "asyncio's Handle, TimerHandle and BaseEventLoop.call_soon. Called once, at import."},
+    {"check_by", check_by, METH_O,
+     "checked.Checked: some loop compares the memory of its operations at the release."},
     {"transport_base", transport_base, METH_O,
      "A class with the given bases and the native fields of a transport."},
     {"zc_sendto_method", zc_sendto_method, METH_O,

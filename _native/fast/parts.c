@@ -17,7 +17,7 @@ typedef struct {
     azc_iov iov[]; /* as many, then as many references */
 } Parts;
 
-PyObject *frozen_type, *refuse;
+PyObject *frozen_type, *refuse, *checked_type;
 
 static PyObject **refs_of(Parts *self)
 {
@@ -219,6 +219,31 @@ static PyObject *parts_copies(Parts *self, PyObject *ignored)
     return copies;
 }
 
+/* each(function): function(view) of each part. The view is released afterwards, for it has no
+ * reference to what it shows. */
+static PyObject *parts_each(Parts *self, PyObject *function)
+{
+    PyObject *answers = PyList_New(0);
+    for (Py_ssize_t i = 0; answers && i < Py_SIZE(self); i++) {
+        char *p = self->iov[i].len ? (char *)(uintptr_t)self->iov[i].base : (char *)"";
+        PyObject *view = PyMemoryView_FromMemory(p, (Py_ssize_t)self->iov[i].len, PyBUF_READ);
+        PyObject *one = view ? PyObject_CallOneArg(function, view) : NULL;
+        PyObject *exc = one ? NULL : take_exception();
+        PyObject *gone = view ? PyObject_CallMethodNoArgs(view, n_release) : NULL;
+        if (exc) {
+            PyErr_Clear();
+            PyErr_SetObject((PyObject *)Py_TYPE(exc), exc);
+        }
+        if (!one || !gone || PyList_Append(answers, one) < 0)
+            Py_CLEAR(answers);
+        Py_XDECREF(exc);
+        Py_XDECREF(gone);
+        Py_XDECREF(one);
+        Py_XDECREF(view);
+    }
+    return answers;
+}
+
 static Py_ssize_t parts_len(Parts *self)
 {
     return Py_SIZE(self);
@@ -231,6 +256,9 @@ static PyMethodDef parts_methods[] = {
     {"write_to", (PyCFunction)parts_write_to, METH_VARARGS,
      "(address of an azc_conn, reactor.held, by_reference): queue one buffer as a plain write."},
     {"copies", (PyCFunction)parts_copies, METH_NOARGS, "Of each part that is not empty, as bytes."},
+    {"each", (PyCFunction)parts_each, METH_O,
+     "(function): a list of what it answers to a memoryview of each part, valid in that call "
+     "only."},
     {NULL, NULL, 0, NULL},
 };
 

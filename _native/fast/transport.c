@@ -101,11 +101,16 @@ static PyObject *tr_write(PyObject *self, PyObject *data)
     return call1(self, n__look, data);
 }
 
-/* An Operation of `class` for locked buffers, not queued yet. */
+/* An Operation of `class` for locked buffers, not queued yet. Where they are checked that runs
+ * Python (reactor.checked): look at the transport afterwards. */
 static PyObject *prepare(PyObject *self, PyObject *class, PyObject *parts)
 {
     PyObject *loop = PyObject_GetAttr(self, n__loop), *reactor = PyObject_GetAttr(self, n__reactor);
-    PyObject *op = loop && reactor ? operation_new(class, loop, reactor, parts) : NULL;
+    PyObject *keep = NULL;
+    if (loop && reactor)
+        keep = checked_type ? call1(reactor, n_checked, parts) : Py_NewRef(parts);
+    PyObject *op = keep ? operation_new(class, loop, reactor, keep) : NULL;
+    Py_XDECREF(keep);
     Py_XDECREF(loop);
     Py_XDECREF(reactor);
     return op;
@@ -154,14 +159,13 @@ static PyObject *tr_zc_write(PyObject *self, PyObject *data)
                           : PyObject_CallOneArg((PyObject *)parts_type, data);
     if (!parts)
         return NULL;
-    PyObject *op;
-    if (!parts_bytes(parts) || !f->conn) { /* locking may run code of the buffers' owners */
-        op = call1(self, n__zc_write, parts);
-    } else {
-        op = prepare(self, operation_class, parts);
-        if (op)
-            op = admit(f, op, parts_queue(parts, f->conn));
-    }
+    PyObject *op = prepare(self, operation_class, parts);
+    /* Locking may have run code of the buffers' owners. */
+    int usual = parts_bytes(parts) && f->open == OPEN_STREAM && !f->closing && f->conn;
+    if (op && usual)
+        op = admit(f, op, parts_queue(parts, f->conn));
+    else if (op)
+        Py_SETREF(op, call1(self, n__zc_write, parts));
     Py_DECREF(parts);
     return review_queue(self, f, op);
 }
@@ -172,11 +176,13 @@ static PyObject *datagram_operation; /* the class */
 
 static PyObject *queue_datagram(PyObject *self, PyObject *parts, PyObject *name, int segment)
 {
-    azc_conn *conn = conn_of_transport(self); /* locking may have run code that closed it */
-    PyObject *op = conn ? prepare(self, datagram_operation, parts) : NULL;
+    PyObject *op = prepare(self, datagram_operation, parts);
+    azc_conn *conn = op ? conn_of_transport(self) : NULL; /* that, or locking, may have closed it */
     struct fields *f = fields_of(self);
-    if (op)
+    if (conn)
         op = admit(f, op, parts_queue_datagram(parts, conn, name, segment));
+    else
+        Py_CLEAR(op);
     return review_queue(self, f, op);
 }
 

@@ -257,19 +257,29 @@ static PyObject *core_pending(Core *self, void *closure)
     return PyBool_FromLong(self->i < self->n);
 }
 
-/* Plain writes held by reference whose memory is free: nobody waits for them. */
+/* Plain writes held by reference whose memory is free: nobody waits for them. An exception out of
+ * what looks at them (checked.py) leaves only when all of them were let go. */
 static int drop_released(Core *self)
 {
     uint64_t tokens[256];
     size_t n;
+    PyObject *exc = NULL;
     while ((n = api->take_released(self->r, tokens, 256)))
         for (size_t i = 0; i < n; i++) {
             PyObject *held = look_up(self->held, tokens[i], 1);
-            if (!held && PyErr_Occurred())
-                return -1;
+            if (is_checked(held)) {
+                PyObject *rc = PyObject_CallNoArgs(held);
+                Py_XDECREF(rc);
+            }
             Py_XDECREF(held);
+            if (PyErr_Occurred())
+                Py_XSETREF(exc, take_exception());
         }
-    return 0;
+    if (!exc)
+        return 0;
+    PyErr_SetObject((PyObject *)Py_TYPE(exc), exc);
+    Py_DECREF(exc);
+    return -1;
 }
 
 static PyObject *core_drop_released(Core *self, PyObject *ignored)

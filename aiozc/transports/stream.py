@@ -46,9 +46,9 @@ Sendable = Union["bytes", "bytearray", "memoryview", Frozen, Sequence[Any], Any]
 class ZeroCopyInfo:
     """`transport.get_extra_info("zero_copy")`: what zc_* does on this connection.
 
-    engine: "uring", or "copy" where every send is copied. threshold: bytes of operations in one
-    request from which it goes zero-copy. path: what the kernel's last report that can be trusted said,
-    "zero-copy", "copied", or "unknown" before the first one.
+    engine: "uring", "msg_zerocopy" (on epoll), or "copy" where every send is copied. threshold: bytes
+    of operations in one request from which it goes zero-copy. path: what the kernel's last report that
+    can be trusted said, "zero-copy", "copied", or "unknown" before the first one.
     """
 
     engine: str
@@ -166,7 +166,7 @@ class StreamTransport(NativeTransport):
         if not conn.zc_ok or isinstance(self._protocol, hooks.SSLProtocol):
             return ZeroCopyInfo("copy", 0, bool(conn.adaptive), "copied")
         path = path_name(conn.path) if conn.path else "unknown"
-        return ZeroCopyInfo("uring", int(conn.zc_threshold), bool(conn.adaptive), path)
+        return ZeroCopyInfo(self._reactor.engine, int(conn.zc_threshold), bool(conn.adaptive), path)
 
     def _review(self) -> None:
         """After any change of what receiving depends on."""
@@ -192,9 +192,9 @@ class StreamTransport(NativeTransport):
         self._paused = False
         if self._held:
             self._loop.call_soon(self._deliver_held)
-        self._review()
-        if self._started:
+        elif self._started:
             self._receive(True)
+        self._review()
         if self._loop.get_debug():
             logger.debug("%r resumes reading", self)
 
@@ -228,9 +228,12 @@ class StreamTransport(NativeTransport):
                 else:
                     self._context.run(self._end_of_data, None)
         finally:
-            # SystemExit out of the protocol: the next run goes on with the rest.
-            if self._held and not self._paused and not self._closing:
-                self._loop.call_soon(self._deliver_held)
+            if not self._paused and not self._closing:
+                if self._held:  # SystemExit out of the protocol: the next run goes on with the rest
+                    self._loop.call_soon(self._deliver_held)
+                elif self._started:
+                    # Not before: a reader that pauses again at once would hold ever more.
+                    self._receive(True)
             self._review()
 
     def _deliver(self, view: memoryview) -> None:
@@ -328,7 +331,11 @@ class StreamTransport(NativeTransport):
                 logger.warning("socket.send() raised exception.")
             self._conn_lost += 1
             return
-        if kept.write_to(self._conn.address, self._reactor.held, by_reference):
+        held = self._reactor.held
+        checked = self._reactor.checked(kept) if type(data) is Frozen else kept
+        if kept.write_to(self._conn.address, held, by_reference):
+            if checked is not kept and (token := self._conn.ref_token):
+                held[token] = checked
             self._look(kept)
 
     def _look(self, kept: Any) -> None:
