@@ -310,7 +310,7 @@ static int epoll_wait_turn(struct azc_reactor *r, int64_t timeout_ns)
         clock_gettime(CLOCK_MONOTONIC, &t0);
     for (;;) {
         flush(r);
-        int64_t ns = anything(r) || r->dirty ? 0 : timeout_ns;
+        int64_t ns = anything(r) || r->dirty ? 0 : faults_wait(r, timeout_ns);
         if (e->i == e->n) {
             int n = wait_ready(r, ns);
             if (n < 0)
@@ -321,6 +321,7 @@ static int epoll_wait_turn(struct azc_reactor *r, int64_t timeout_ns)
         e->received = 0;
         r->turn = 0;
         uint64_t told = r->stats.notifications;
+        faults_harvest(r, false);
         while (e->i < e->n && e->received < TURN_BYTES)
             ready(r, &e->ev[e->i++]);
         r->stats.notification_turns += r->stats.notifications != told;

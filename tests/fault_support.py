@@ -24,8 +24,8 @@ class Knob:
 
 BOTH = ("uring", "epoll")
 UNDER = {
-    "zc_enomem": Knob(3),
-    "zc_enobufs": Knob(3),
+    "zc_enomem": Knob(3, BOTH),
+    "zc_enobufs": Knob(3, BOTH),
     "eagain": Knob(3, BOTH),
     "ecanceled": Knob(3),
     "short_send": Knob(3, BOTH),
@@ -33,8 +33,8 @@ UNDER = {
     "eintr": Knob(5),
     "ebusy": Knob(5),
     "lost_wake": Knob(2, BOTH),
-    "late_notif": Knob(2),
-    "twice_notif": Knob(1),
+    "late_notif": Knob(2, BOTH),
+    "twice_notif": Knob(1, BOTH),
     "cq_overflow": Knob(1),
     # The contract tests receive too little to run out of buffers.
     "recv_enobufs": Knob(1, tests=(*CONTRACT, "transport")),
@@ -51,7 +51,7 @@ CANNOT_HOLD: list[tuple[str, str, str]] = [
         r"test_(later_operations_advance_to_sent_although_the_first_is_pinned"
         r"|a_zero_copy_write_drives_pause_and_resume_like_write"
         r"|a_transport_s_cap_can_be_set_on_it_alone"
-        r"|one_transport_s_cap_leaves_the_others_alone)\[uring\]",
+        r"|one_transport_s_cap_leaves_the_others_alone)\[(uring|epoll)\]",
         "it asserts that a certain request pins memory, and every third is refused and copied",
     ),
     (
