@@ -38,7 +38,8 @@ SOURCES = [
     "epoll",
     "probe",
 ]
-FAST = ["module", "transport", "operation", "schedule", "turn", "parts", "slot"]
+FAST = ["module", "turn", "events", "schedule", "handle", "ready", "timers"]
+FAST += ["transport", "operation", "parts", "slot"]
 NEEDS = (2, 3)
 REMEDY = "install it with: apt-get install gcc pkg-config liburing-dev python3-dev"
 

@@ -279,6 +279,7 @@ struct conn {
 struct backend {
     int (*attach)(struct azc_reactor *r);
     int (*wait)(struct azc_reactor *r, int64_t timeout_ns);
+    bool (*idle)(struct azc_reactor *r); /* nothing to ask of the kernel, or to hear from it */
     int (*detach)(struct azc_reactor *r);
     int (*quiesce)(struct conn *c); /* nothing of it is in the kernel but notifications */
     int (*drain)(struct azc_reactor *r, int64_t timeout_ns);
@@ -372,6 +373,7 @@ void req_leave_grave(struct req *q);
 void sendq_queued(struct conn *c, uint64_t n);
 void sendq_unqueued(struct conn *c, uint64_t n);
 int sendq_push(struct conn *c, const char *base, size_t len, azc_op *op);
+int sendq_push_all(struct conn *c, const azc_iov *parts, size_t n, azc_op *op);
 int sendq_copy(struct conn *c, const char *base, size_t len);
 int sendq_gather(struct conn *c, struct gathered *g);
 int sendq_gather_plain(struct conn *c, struct gathered *g);

@@ -121,6 +121,13 @@ uint64_t azc_conn_outstanding(azc_conn *pub)
     return outstanding(conn_of(pub));
 }
 
+/* Is it at most what the loop's zc_low_water says? */
+int azc_conn_drained(azc_conn *pub)
+{
+    struct conn *c = conn_of(pub);
+    return outstanding(c) <= c->r->cfg.zc_low_water;
+}
+
 /* Tell Python what it asked to be told, once. */
 void conn_notify(struct conn *c)
 {
@@ -323,6 +330,11 @@ int azc_wait(azc_reactor *r, int64_t timeout_ns)
     return anything(r) || rc >= 0 ? azc_take_events(r) : rc;
 }
 
+int azc_idle(azc_reactor *r)
+{
+    return !r->n_out && !r->stall.tick && !r->dirty && !anything(r) && r->be_data && r->be->idle(r);
+}
+
 /* Hand out what is there, without entering the kernel. */
 int azc_take_events(azc_reactor *r)
 {
@@ -501,6 +513,12 @@ void azc_conn_notify(azc_conn *pub, uint32_t what)
 {
     pub->notify |= what;
     conn_notify(conn_of(pub));
+}
+
+void azc_conn_ask_low(azc_conn *pub)
+{
+    pub->zc_low = conn_of(pub)->r->cfg.zc_low_water;
+    azc_conn_notify(pub, AZC_NOTIFY_ZC_LOW);
 }
 
 static size_t send_now(struct conn *c, const char *extra, size_t n);
@@ -776,14 +794,11 @@ azc_op *azc_submit(azc_conn *pub, const azc_iov *parts, size_t n)
     azc_op *op = op_new(c->r, OP_USER, total);
     if (!op)
         return NULL;
-    for (size_t i = 0; i < n; i++)
-        if (parts[i].len && sendq_push(c, parts[i].base, parts[i].len, op) < 0) {
-            if (op->parts)
-                sendq_remove(c, op);
-            c->r->stats.operations_live--;
-            op_forget(c->r, op);
-            return NULL;
-        }
+    if (sendq_push_all(c, parts, n, op) < 0) {
+        c->r->stats.operations_live--;
+        op_forget(c->r, op);
+        return NULL;
+    }
     mark_dirty(c);
     return op;
 }
@@ -832,7 +847,8 @@ static void *owner(azc_reactor *r, uint64_t token)
 
 const azc_api *azc_api_table(void)
 {
-    static const azc_api table = {azc_wait, azc_write,    azc_submit,   azc_take_released,
-                                  owner,    azc_withdraw, azc_zc_sendto};
+    static const azc_api table = {
+        azc_wait, azc_write,        azc_submit,       azc_take_released, owner,        azc_withdraw,
+        azc_idle, azc_conn_drained, azc_conn_ask_low, azc_sendto,        azc_zc_sendto};
     return &table;
 }

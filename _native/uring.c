@@ -925,6 +925,13 @@ static int uring_wait(struct azc_reactor *r, int64_t timeout_ns)
     }
 }
 
+static bool uring_idle(struct azc_reactor *r)
+{
+    struct uring *u = uring_of(r);
+    return !u->orphans && !io_uring_sq_ready(&u->ring) && !io_uring_cq_ready(&u->ring) &&
+           !(sq_flags(u) & (IORING_SQ_TASKRUN | IORING_SQ_CQ_OVERFLOW));
+}
+
 /* A writer that would be paused is spared a turn of the loop if the socket takes it all at once. */
 static void uring_send_now(struct conn *c)
 {
@@ -1059,6 +1066,7 @@ static int uring_wake_fd(struct azc_reactor *r)
 const struct backend uring_backend = {
     .attach = uring_attach,
     .wait = uring_wait,
+    .idle = uring_idle,
     .detach = uring_detach,
     .quiesce = uring_quiesce,
     .drain = uring_drain,

@@ -9,7 +9,6 @@ Never: per-packet work; that is reactor.py, transports/ and the native side.
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextvars
 import socket
 import warnings
@@ -44,20 +43,14 @@ class _Dispatch(events.Handle):
         self._callback()  # type: ignore[attr-defined]
 
 
-_fast.bind_handle(events.Handle, events.TimerHandle, asyncio.BaseEventLoop.call_soon)
+_fast.bind_asyncio(events.Handle, events.TimerHandle, asyncio.BaseEventLoop)
 
 
 class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[misc]
     """An asyncio event loop whose stream transports can send zero-copy. Keywords: see Settings."""
 
     if TYPE_CHECKING:  # asyncio's
-        _scheduled: list[Any]
-        _ready: collections.deque[Any]
-        _timer_cancelled_count: int
-        _debug: bool
-        _stopping: bool
         _selector: ReactorSelector
-        _clock_resolution: float
 
     def __init__(self, **settings: Any) -> None:
         # Until asyncio's __init__: a loop that failed to be made is not "unclosed".
@@ -82,24 +75,26 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
         if enabled:
             checked.watch()
 
-    # -- waking --
-    #
-    # A byte in the wake-up socket is enough for any number of callbacks. `woken` is cleared after the socket
-    # was emptied (before, the byte of the next caller could be emptied too, and the flag stay set for
-    # ever), and the ready queue is looked at after that: who found it set has put his callback there.
+    # -- waking: native, but in debug mode; fast/schedule.c has the order of these --
+
+    def _make_self_pipe(self) -> None:
+        super()._make_self_pipe()  # type: ignore[misc]
+        assert self._ssock is not None
+        self._set_wake(self._ssock.fileno(), self._csock.fileno())  # type: ignore[attr-defined]
 
     def _write_to_self(self) -> None:
-        if not self._reactor.woken:
-            self._reactor.woken = True
+        if not self._woken:
+            self._woken = True
             super()._write_to_self()  # type: ignore[misc]
 
     def _read_from_self(self) -> None:
         super()._read_from_self()  # type: ignore[misc]
-        self._reactor.woken = False
+        self._woken = False
 
     def _close_self_pipe(self) -> None:
         # A loop that nobody closed: the garbage collector may come to its sockets before it comes to it.
         if self._ssock is not None and self._ssock.fileno() >= 0:
+            self._set_wake(-1, -1)
             super()._close_self_pipe()  # type: ignore[misc]
 
     # -- running --
@@ -108,22 +103,20 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
         self._check_closed()  # type: ignore[attr-defined]
         self._check_running()  # type: ignore[attr-defined]
         self._reactor.attach()
-        self._reactor.woken = False  # in a forked child the byte may be the parent's
-        self._reactor.core.running = True
+        self._begin_run()
         try:
             super().run_forever()
         finally:
-            self._reactor.core.running = False
+            self._end_run()
             self._reactor.detach()
 
     def _run_once(self) -> None:
         """One turn, in asyncio's order: what was ready and descriptors, then the reactor's events, then timers;
         within run_forever native turns until the loop is to stop.
 
-        Native (fast/turn.c), but in debug mode, where callbacks are timed, and when the heap of timers is to
-        be cleared. A native turn that only brings events runs them at once, and what their callbacks
-        schedule runs in the same turn: a loop with one busy connection spends most of its time on turns
-        (bench/peers.py, rows x1).
+        Native (fast/turn.c), but in debug mode, where callbacks are timed. A native turn that only brings
+        events runs them at once, and what their callbacks schedule runs in the same turn: a loop with one
+        busy connection spends most of its time on turns (bench/peers.py, rows x1).
         """
         if not self._reactor.core.turn(self, hooks.MIN_SCHEDULED):
             super()._run_once()  # type: ignore[misc]

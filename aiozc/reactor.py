@@ -14,7 +14,6 @@ Never: called from another thread than the one that runs the loop.
 from __future__ import annotations
 
 import ctypes
-import heapq
 import os
 import selectors
 import weakref
@@ -97,7 +96,6 @@ class Reactor:
         self.listeners: dict[int, Any] = {}  # by descriptor
         # Listening sockets that their owner made: other processes may listen on them, too.
         self.given: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.woken = False  # there is a byte in the loop's wake-up socket
         self.bare: dict[int, Any] = {}  # by SO_COOKIE: see bare.py
         self.bare_watched = False  # its timer runs
         self.held: dict[int, Any] = {}
@@ -118,7 +116,6 @@ class Reactor:
             self.conns,
             self.held,
             hooks.report_callback_error,
-            heapq.heappop,
             MAX_WAIT,
         )
 

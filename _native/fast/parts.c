@@ -40,8 +40,9 @@ static PyObject *lock(PyObject *o, azc_iov *iov)
     if (PyMemoryView_Check(o)) {
         Py_buffer *b = PyMemoryView_GET_BUFFER(o);
         /* The flag first: a released view does not hold b->obj any more. */
-        if (!(((PyMemoryViewObject *)o)->flags & _Py_MEMORYVIEW_RELEASED) && b->obj &&
-            plain_exporter(b->obj) && PyBuffer_IsContiguous(b, 'C')) {
+        int flags = ((PyMemoryViewObject *)o)->flags;
+        if (!(flags & _Py_MEMORYVIEW_RELEASED) && flags & _Py_MEMORYVIEW_C && b->obj &&
+            plain_exporter(b->obj)) {
             *iov = (azc_iov){b->buf, (size_t)b->len};
             return Py_NewRef(b->obj);
         }
@@ -168,16 +169,8 @@ int hold(PyObject *held, const azc_conn *conn, PyObject *data)
     return rc;
 }
 
-/* submit(transport) -> address of the azc_op, 0: no memory, nothing queued. */
-static PyObject *parts_submit(Parts *self, PyObject *transport)
-{
-    azc_conn *conn = conn_of_transport(transport);
-    if (!conn)
-        return NULL;
-    return PyLong_FromVoidPtr(api->submit(conn, self->iov, (size_t)Py_SIZE(self)));
-}
-
-/* submit_to(address of an azc_conn): the same, for a connection without a transport. */
+/* submit_to(address of an azc_conn) -> address of the azc_op, 0: no memory, nothing queued. For a
+ * connection without a transport. */
 static PyObject *parts_submit_to(Parts *self, PyObject *address)
 {
     azc_conn *conn = PyLong_AsVoidPtr(address);
@@ -250,9 +243,10 @@ static Py_ssize_t parts_len(Parts *self)
 }
 
 static PyMethodDef parts_methods[] = {
-    {"submit", (PyCFunction)parts_submit, METH_O,
-     "Queue them as one operation; the address of its azc_op, or 0: no memory, nothing queued."},
-    {"submit_to", (PyCFunction)parts_submit_to, METH_O, "The same, by the address of an azc_conn."},
+    {"submit_to", (PyCFunction)parts_submit_to, METH_O,
+     "Queue them on the azc_conn of that address as one operation; the address of its azc_op, or "
+     "0: "
+     "no memory, nothing queued."},
     {"write_to", (PyCFunction)parts_write_to, METH_VARARGS,
      "(address of an azc_conn, reactor.held, by_reference): queue one buffer as a plain write."},
     {"copies", (PyCFunction)parts_copies, METH_NOARGS, "Of each part that is not empty, as bytes."},

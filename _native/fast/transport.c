@@ -20,12 +20,9 @@ struct fields *fields_of(PyObject *transport)
     return (struct fields *)((char *)transport + base_size);
 }
 
-azc_conn *conn_of_transport(PyObject *transport)
+/* NULL: an exception is set. */
+static azc_conn *conn_of_transport(PyObject *transport)
 {
-    if (!base_type || !PyObject_TypeCheck(transport, base_type)) {
-        PyErr_SetString(PyExc_TypeError, "not a transport of aiozc");
-        return NULL;
-    }
     azc_conn *conn = fields_of(transport)->conn;
     if (!conn)
         PyErr_SetString(PyExc_ConnectionResetError, "the transport is closed");
@@ -51,7 +48,9 @@ static int traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(f->protocol);
     Py_VISIT(f->context);
     Py_VISIT(f->held);
+    Py_VISIT(f->waiters);
     Py_VISIT(f->names);
+    Py_VISIT(f->addresses);
     for (Py_ssize_t i = 0; i < slot_count(); i++)
         Py_VISIT(slots_of(self)[i]);
     return 0;
@@ -63,7 +62,9 @@ static int clear(PyObject *self)
     Py_CLEAR(f->protocol);
     Py_CLEAR(f->context);
     Py_CLEAR(f->held);
+    Py_CLEAR(f->waiters);
     Py_CLEAR(f->names);
+    Py_CLEAR(f->addresses);
     for (Py_ssize_t i = 0; i < slot_count(); i++)
         Py_CLEAR(slots_of(self)[i]);
     return 0;
@@ -270,6 +271,73 @@ PyObject *zc_sendto_method(PyObject *module, PyObject *kind)
     return PyDescr_NewMethod(base_type, &zc_sendto_def);
 }
 
+/* ---- zc_drain ---- */
+
+/* Does broadcast wait for levels of its own? Then Python decides about all. */
+static int has_turns(PyObject *self)
+{
+    return attr_true(self, n__turns);
+}
+
+/* _zc_wait(): None, or a future for when unsent and pinned bytes are at most zc_low_water. */
+static PyObject *tr_zc_wait(PyObject *self, PyObject *ignored)
+{
+    (void)ignored;
+    struct fields *f = fields_of(self);
+    if (f->open && f->conn && api->drained(f->conn))
+        Py_RETURN_NONE;
+    int turns = f->open && f->conn ? has_turns(self) : 1;
+    if (turns)
+        return turns < 0 ? NULL : PyObject_CallMethodNoArgs(self, n__low_waiter);
+    if (!f->waiters || !PyList_CheckExact(f->waiters)) {
+        PyObject *none_yet = PyList_New(0);
+        if (!none_yet)
+            return NULL;
+        Py_XSETREF(f->waiters, none_yet);
+    }
+    PyObject *loop = PyObject_GetAttr(self, n__loop);
+    PyObject *future = loop ? PyObject_CallMethodNoArgs(loop, n_create_future) : NULL;
+    Py_XDECREF(loop);
+    if (!future || PyList_Append(f->waiters, future) < 0) {
+        Py_XDECREF(future);
+        return NULL;
+    }
+    if (f->conn)
+        api->ask_low(f->conn);
+    return future;
+}
+
+/* The level is reached, and nothing else happened. 1: Python is to look; -1: an exception. */
+int transport_low(PyObject *self)
+{
+    struct fields *f = fields_of(self);
+    if (!f->open || !f->conn || !f->waiters || !PyList_CheckExact(f->waiters))
+        return 1;
+    int turns = has_turns(self);
+    if (turns)
+        return turns;
+    if (!api->drained(f->conn)) { /* more was submitted meanwhile */
+        api->ask_low(f->conn);
+        return 0;
+    }
+    PyObject *waiters = f->waiters;
+    f->waiters = NULL;
+    int rc = 0;
+    for (Py_ssize_t i = 0; rc == 0 && i < PyList_GET_SIZE(waiters); i++) {
+        PyObject *waiter = PyList_GET_ITEM(waiters, i), *done;
+        done = PyObject_CallMethodNoArgs(waiter, n_done); /* cancelled */
+        rc = done ? 0 : -1;
+        if (done == Py_False) {
+            PyObject *set = call1(waiter, n_set_result, Py_None);
+            rc = set ? 0 : -1;
+            Py_XDECREF(set);
+        }
+        Py_XDECREF(done);
+    }
+    Py_DECREF(waiters);
+    return rc;
+}
+
 static PyObject *tr_bind(PyObject *self, PyObject *args)
 {
     unsigned long long address;
@@ -303,6 +371,8 @@ static PyMethodDef methods[] = {
      "TypeError: not bytes-like. On a lost connection it does nothing, as asyncio's."},
     {"zc_write", tr_zc_write, METH_O,
      "Queue a buffer, or a list of buffers, zero-copy; its Operation. See StreamWriter.zc_submit."},
+    {"_zc_wait", tr_zc_wait, METH_NOARGS,
+     "None: unsent and pinned bytes are at most zc_low_water; else a future for when they are."},
     {"_zc_datagram", tr_zc_datagram, METH_VARARGS,
      "(Parts, sockaddr, bytes of a segment or 0): queue it; its operation."},
     {"_bind", tr_bind, METH_VARARGS, "(address of the transport's azc_conn, reactor.held)"},
@@ -310,10 +380,47 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+/* ---- datagrams ---- */
+
+/* sendto(data, addr=None): bytes to an address that was seen before are queued here. */
+static PyObject *dg_sendto(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *names)
+{
+    struct fields *f = fields_of(self);
+    PyObject *to = NULL;
+    if (!names && n && n <= 2 && PyBytes_CheckExact(args[0]))
+        to = known_name(f, n == 2 ? args[1] : Py_None);
+    if (!to || !f->conn) { /* hashing an address may run code */
+        PyObject *method = PyObject_GetAttr(self, n__sendto);
+        PyObject *rc = method ? PyObject_Vectorcall(method, args, (size_t)n, names) : NULL;
+        Py_XDECREF(method);
+        return rc;
+    }
+    int rc = api->sendto(f->conn, PyBytes_AS_STRING(args[0]), (size_t)PyBytes_GET_SIZE(args[0]),
+                         PyBytes_AS_STRING(to), (size_t)PyBytes_GET_SIZE(to));
+    if (rc < 0)
+        return PyErr_Format(PyExc_MemoryError, "aiozc: no memory to queue a datagram");
+    if (rc)
+        return PyObject_CallMethodNoArgs(self, n__maybe_pause_protocol);
+    Py_RETURN_NONE;
+}
+
+/* Not in the base type: streams have none. */
+PyObject *datagram_sendto(PyObject *module, PyObject *ignored)
+{
+    (void)module, (void)ignored;
+    static PyMethodDef method = {
+        "sendto", (PyCFunction)(void (*)(void))dg_sendto, METH_FASTCALL | METH_KEYWORDS,
+        "sendto($self, /, data, addr=None)\n--\n\n"
+        "Queue a copy of one datagram; those of one turn leave together, in call order.\n\n"
+        "addr: where the socket is not connected. TypeError: not bytes-like. ValueError: another "
+        "address than\nthe connected one. Errors of sending reach error_received."};
+    return PyDescr_NewMethod(base_type, &method);
+}
+
 PyObject *transport_base(PyObject *module, PyObject *bases)
 {
     (void)module;
-    static PyMemberDef members[7];
+    static PyMemberDef members[9];
     if (!PyTuple_Check(bases) || !PyTuple_GET_SIZE(bases) ||
         !PyType_Check(PyTuple_GET_ITEM(bases, 0))) {
         PyErr_SetString(PyExc_TypeError, "a tuple of classes is needed");
@@ -332,6 +439,10 @@ PyObject *transport_base(PyObject *module, PyObject *bases)
                                base_size + (Py_ssize_t)offsetof(struct fields, closing), 0, NULL};
     members[5] = (PyMemberDef){"_names", T_OBJECT,
                                base_size + (Py_ssize_t)offsetof(struct fields, names), 0, NULL};
+    members[6] = (PyMemberDef){"_addresses", T_OBJECT,
+                               base_size + (Py_ssize_t)offsetof(struct fields, addresses), 0, NULL};
+    members[7] = (PyMemberDef){"_zc_waiters", T_OBJECT,
+                               base_size + (Py_ssize_t)offsetof(struct fields, waiters), 0, NULL};
     PyType_Slot slots[] = {
         {Py_tp_traverse, traverse}, {Py_tp_clear, clear},     {Py_tp_dealloc, dealloc},
         {Py_tp_methods, methods},   {Py_tp_members, members}, {0, NULL},

@@ -34,6 +34,7 @@ _FAMILY = struct.Struct("=H")
 _INET = struct.Struct("!2xH4s8x")
 _INET6 = struct.Struct("!2xHI16sI")
 _SCOPE = struct.Struct("=I")  # sin6_scope_id alone is in host order
+_fast_datagram = 3  # FAST_DGRAM of fast.h
 _REMEMBERED = 4096  # addresses whose two forms are kept
 MAX_SEGMENT = 65507  # payload of the largest IPv4 datagram
 MAX_SEGMENTS = 128  # UDP_MAX_SEGMENTS (measured on 6.18); 64 in older kernels
@@ -78,8 +79,8 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
         self._address = address
         self._family = sock.family
         # By address. On a connected socket the name is empty, for sendto only compares the address.
-        self._names: dict[Any, bytes] = {}
-        self._addresses: dict[bytes, Any] = {}
+        self._names = {}
+        self._addresses = {}
         super().__init__(loop, sock, protocol, waiter, extra, None, int(self._family))
         self._open = _OPEN_DATAGRAM
 
@@ -92,7 +93,19 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
         path = path_name(conn.path) if conn.path else "unknown"
         return ZeroCopyInfo(self._reactor.engine, int(conn.zc_threshold), bool(conn.adaptive), path)
 
-    # -- receiving --
+    if TYPE_CHECKING:  # fields of the native base
+        _names: dict[Any, bytes]
+        _addresses: dict[bytes, Any]
+
+    # -- receiving: native (fast/events.c), but errors and what comes while closing --
+
+    def _begin(self) -> None:
+        super()._begin()
+        if not self._closing:
+            self._fast = _fast_datagram
+
+    def _stopped(self) -> None:
+        self._fast = 0
 
     def _on_datagram(self, res: int, start: int) -> None:
         if self._conn_lost or (self._closing and res >= 0):
@@ -112,15 +125,18 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
         except (SystemExit, KeyboardInterrupt):
             raise
         except BaseException as exc:
-            # As from asyncio's reader callback: reported, and the transport goes on.
-            self._loop.call_exception_handler(
-                {
-                    "message": "Exception in a datagram protocol's callback",
-                    "exception": exc,
-                    "transport": self,
-                    "protocol": self._protocol,
-                }
-            )
+            self._datagram_failed(exc)
+
+    def _datagram_failed(self, exc: BaseException) -> None:
+        # As from asyncio's reader callback: reported, and the transport goes on.
+        self._loop.call_exception_handler(
+            {
+                "message": "Exception in a datagram protocol's callback",
+                "exception": exc,
+                "transport": self,
+                "protocol": self._protocol,
+            }
+        )
 
     def _learn(self, name: bytes) -> Any:
         """The address that socket.recvfrom would give for a sockaddr."""
@@ -149,7 +165,11 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
 
     # -- sending --
 
-    def sendto(self, data: Any, addr: Any = None) -> None:
+    sendto = _fast.datagram_sendto()
+
+    def _sendto(self, data: Any, addr: Any = None) -> None:
+        """What sendto() does not do by itself."""
+        given = addr
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise TypeError(
                 f"data argument must be a bytes-like object, not {type(data).__name__!r}"
@@ -179,6 +199,8 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
             self._maybe_pause_protocol()
         elif rc < 0:
             raise MemoryError("aiozc: no memory to queue a datagram")
+        elif not name and (given is None or type(given) is tuple):
+            self._names[given] = name  # it is the connected one: the next call need not come here
 
     zc_sendto = _fast.zc_sendto_method(DatagramOperation)
 

@@ -107,7 +107,7 @@ class StreamTransport(NativeTransport):
     # Made when first needed.
     _held: collections.deque[bytes | OSError] | tuple[()] = ()
     _marks: collections.deque[tuple[int, Operation]] | tuple[()] = ()
-    _zc_waiters: list[asyncio.Future[None]] | tuple[()] = ()
+    _zc_waiters: list[asyncio.Future[None]] | None  # a field of the native base
     _turns: collections.deque[Turn] | tuple[()] = ()
     _empty_waiter: asyncio.Future[None] | None = None
     _sendfile_compatible = hooks.constants._SendfileMode.TRY_NATIVE
@@ -452,15 +452,16 @@ class StreamTransport(NativeTransport):
             conn.mark = marks[0][0]
             notify(conn, lib.AZC_NOTIFY_MARK)
 
-    async def _zc_drain(self) -> None:
+    def _low_waiter(self) -> asyncio.Future[None] | None:
+        """What _zc_wait() does not do by itself."""
         if self._conn_lost:
             raise ConnectionResetError("Connection lost")
         if outstanding(self._conn) <= self._reactor.settings.zc_low_water:
-            return
-        waiter = self._loop.create_future()
-        self._zc_waiters = [*self._zc_waiters, waiter]
+            return None
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._zc_waiters = [*(self._zc_waiters or ()), waiter]
         self._ask_low()
-        await waiter
+        return waiter
 
     def _when_low(self, turn: Turn) -> None:
         """`turn` comes once it is ready, behind those that wait already."""
@@ -498,8 +499,8 @@ class StreamTransport(NativeTransport):
             self._ask_low()
 
     def _wake_zc_waiters(self, error: BaseException | None) -> None:
-        waiters, self._zc_waiters = self._zc_waiters, ()
-        for waiter in waiters:
+        waiters, self._zc_waiters = self._zc_waiters, None
+        for waiter in waiters or ():
             if waiter.done():
                 continue
             if error is None:
