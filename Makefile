@@ -18,11 +18,13 @@ ASAN_PY := $(ASAN)/bin/python
 # One stamp for each extra of pyproject.toml that is installed.
 DEPS := $(addprefix $(VENV)/.deps-,test dev bench peers conformance frameworks)
 ASAN_DEPS := $(ASAN)/.deps-test
+DEPS += $(VENV)/.deps-package $(VENV)/.deps-docs
 NATIVE := $(wildcard _native/*.c _native/*.h _native/*.py _native/fast/*.c _native/fast/*.h)
 PACKAGE := $(shell find aiozc -name '*.py')
 C_FILES := $(wildcard _native/*.c _native/*.h _native/fast/*.c _native/fast/*.h bench/*.c bench/*.h bench/*/*.c)
 # What changes the native module without changing a file of it.
 FLAVOUR := werror=$(AIOZC_WERROR) sanitize=$(AIOZC_SANITIZE) CC=$(CC) CFLAGS=$(CFLAGS)
+FLAVOUR += static=$(AIOZC_STATIC_LIBURING)
 
 .PHONY: build demo test slow full asan conformance frameworks lint format bench-echo bench-peers \
 	clean distclean bootstrap FORCE
@@ -55,6 +57,28 @@ bench-echo: build $(VENV)/.deps-bench
 bench-peers: build $(VENV)/.deps-bench $(VENV)/.deps-peers
 	$(PY) bench/peers.py $(ARGS)
 
+# -- packages and documentation --
+
+.PHONY: dist wheel wheel-check docs stubs
+
+full: docs
+
+# What is in the tree, and everything that builds and tests it, without a compiler.
+dist: $(VENV)/.deps-package
+	rm -f dist/*.tar.gz
+	AIOZC_NO_EXT=1 $(PY) -m build -q --sdist --outdir dist .
+
+# From the sdist, not from the working tree: so nothing that lies about gets into it. liburing is inside;
+# auditwheel gives it the tag that fits the C library it was built on.
+wheel: dist
+	rm -rf build/wheel dist/*.whl
+	AIOZC_STATIC_LIBURING=1 $(PY) -m pip wheel -q --no-deps --wheel-dir build/wheel dist/*.tar.gz
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair --wheel-dir dist build/wheel/*.whl
+	$(PY) -m auditwheel show dist/*.whl
+
+wheel-check: wheel
+	$(PY) scripts/check_wheel.py dist/*.whl --without-liburing $(ARGS)
+
 lint: $(VENV)/.deps-test $(VENV)/.deps-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -65,6 +89,16 @@ lint: $(VENV)/.deps-test $(VENV)/.deps-dev
 	else \
 		echo "clang-format is not here: C not checked"; \
 	fi
+
+# The site, in build/site. A warning, a dead link, a block of code that fails, or a stale picture is an error.
+docs: build $(VENV)/.deps-docs
+	$(PY) scripts/figures.py --check
+	$(PY) -m pytest -q tests/test_code_blocks.py tests/test_states.py
+	$(PY) -m mkdocs build --strict --quiet
+
+stubs: build $(VENV)/.deps-dev
+	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml --allowlist scripts/stubs_allowed.txt \
+		--ignore-unused-allowlist aiozc._fast
 
 format: $(VENV)/.deps-dev
 	$(VENV)/bin/ruff check --fix .
@@ -121,7 +155,7 @@ $(ASAN)/.native: $(NATIVE) $(PACKAGE) $(ASAN_DEPS)
 
 # Environments stay: `make distclean` removes them too.
 clean:
-	rm -rf build dist aiozc.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist licenses site aiozc.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	rm -f aiozc/_reactor_c*.so aiozc/_reactor_c.c aiozc/_fast*.so aiozc/*.o _native/*.o .venv*/.native
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 

@@ -168,6 +168,7 @@ typedef struct azc_conn {
     uint8_t path;  /* AZC_PATH_* of the last report that could be trusted */
     uint8_t kind;
     uint8_t adaptive; /* may be set: leave zero-copy where the path copies */
+    uint8_t shared;   /* may be set: other processes may listen on it, too */
     void *owner;      /* the caller's, for azc_api.owner; not read otherwise */
     uint64_t address; /* its own, for aiozc._fast */
 } azc_conn;
@@ -205,6 +206,7 @@ typedef struct azc_config {
     uint32_t cq_entries;
     uint32_t recv_buffers; /* a power of two */
     uint32_t zerocopy;     /* 0: everything goes by copying */
+    uint32_t msg_zerocopy; /* the same where azc_fall_back leads */
     uint32_t adaptive;
     uint32_t auto_write; /* AZC_WRITE_*: plain writes that nobody can change */
     uint32_t max_parts;
@@ -220,6 +222,7 @@ typedef struct azc_config {
 
 /* Library-wide. */
 int azc_probe(uint32_t *features);
+int azc_probe_msg_zerocopy(void);
 const char *azc_liburing_built(void);
 int azc_liburing_runtime(void);
 
@@ -228,6 +231,7 @@ azc_reactor *azc_open(const azc_config *cfg, int *err);
 int azc_attach(azc_reactor *r);
 int azc_fall_back(azc_reactor *r);
 int azc_wait(azc_reactor *r, int64_t timeout_ns);
+int azc_idle(azc_reactor *r); /* azc_wait(r, 0) would find nothing to do */
 int azc_detach(azc_reactor *r);
 int azc_drain(azc_reactor *r, int64_t timeout_ns);
 
@@ -256,6 +260,8 @@ int azc_conn_stop(azc_conn *c);
 int azc_conn_quiesce(azc_conn *c);
 void azc_conn_notify(azc_conn *c, uint32_t what);
 uint64_t azc_conn_outstanding(azc_conn *c);
+int azc_conn_drained(azc_conn *c);
+void azc_conn_ask_low(azc_conn *c); /* AZC_NOTIFY_ZC_LOW at the loop's zc_low_water */
 void azc_conn_flush(azc_conn *c);
 void azc_conn_hold(azc_conn *c, int on); /* while on, what is queued waits: other bytes go first */
 int azc_conn_abort(azc_conn *c, int error);
@@ -292,6 +298,10 @@ typedef struct azc_api {
     size_t (*take_released)(azc_reactor *r, uint64_t *tokens, size_t max);
     void *(*owner)(azc_reactor *r, uint64_t token);
     int (*withdraw)(azc_conn *c, azc_op *op);
+    int (*idle)(azc_reactor *r);
+    int (*drained)(azc_conn *c);
+    void (*ask_low)(azc_conn *c);
+    int (*sendto)(azc_conn *c, const char *p, size_t n, const char *name, size_t namelen);
     azc_op *(*zc_sendto)(azc_conn *c, const azc_iov *parts, size_t n, const char *name,
                          size_t namelen, int segment);
 } azc_api;

@@ -3,7 +3,9 @@ the system's liburing, and aiozc._fast (CPython API) from those in fast/.
 
 Run as a script from the project's root it compiles into aiozc/; setup.py uses `ffibuilder` and `fast`. The
 cdef is the part of aiozc.h between its two marks, so header and binding cannot differ.
-Environment: AIOZC_WERROR=1 (warnings are errors), AIOZC_SANITIZE=address,undefined (and debug symbols).
+Environment: AIOZC_WERROR=1 (warnings are errors), AIOZC_SANITIZE=address,undefined (and debug symbols),
+AIOZC_STATIC_LIBURING=1 (liburing.a is linked in, and `licence` is the text to be shipped with it; for wheels),
+AIOZC_LIBURING_LICENSE=FILE (that text, where it is not found by itself).
 """
 
 from __future__ import annotations
@@ -27,13 +29,17 @@ SOURCES = [
     "regions",
     "sendq",
     "dgramq",
+    "errqueue",
+    "msgzc",
+    "sockids",
     "reactor",
     "stall",
     "uring",
     "epoll",
     "probe",
 ]
-FAST = ["module", "transport", "operation", "schedule", "turn", "parts", "slot"]
+FAST = ["module", "turn", "events", "schedule", "handle", "ready", "timers"]
+FAST += ["transport", "operation", "parts", "slot"]
 NEEDS = (2, 3)
 REMEDY = "install it with: apt-get install gcc pkg-config liburing-dev python3-dev"
 
@@ -42,8 +48,12 @@ def fail(what: str) -> None:
     raise SystemExit(f"aiozc: {what}; {REMEDY}")
 
 
+def static() -> bool:
+    return os.environ.get("AIOZC_STATIC_LIBURING", "0") not in ("", "0")
+
+
 def liburing() -> tuple[str, list[str], list[str]]:
-    """Version, compiler flags and linker flags of the system's liburing, by pkg-config."""
+    """Version, compiler flags and what is given to the linker of the system's liburing, by pkg-config."""
     tool = os.environ.get("PKG_CONFIG") or shutil.which("pkg-config")
     if tool is None:
         fail("pkg-config is missing")
@@ -58,7 +68,36 @@ def liburing() -> tuple[str, list[str], list[str]]:
     version = ask("--modversion")
     if tuple(int(x) for x in re.findall(r"\d+", version)[:2]) < NEEDS:
         fail(f"liburing {version} is too old, 2.3 or newer is needed (package liburing-dev)")
-    return version, ask("--cflags").split(), ask("--libs").split()
+    libs = ask("--libs").split()
+    if static():
+        archive = Path(ask("--variable=libdir")) / "liburing.a"
+        if not archive.is_file():
+            fail(f"AIOZC_STATIC_LIBURING is set and there is no {archive}")
+        # Its symbols stay inside: another extension of the process may bring a liburing of its own.
+        libs = [str(archive), f"-Wl,--exclude-libs,{archive.name}"]
+    return version, ask("--cflags").split(), libs
+
+
+def licence() -> Path:
+    """The terms of the liburing that is linked in, as the system or its own build installed them."""
+    if named := os.environ.get("AIOZC_LIBURING_LICENSE"):
+        places = [Path(named)]
+    else:
+        asked = [os.environ.get("PKG_CONFIG") or "pkg-config", "--variable=prefix", "liburing"]
+        prefix = Path(
+            subprocess.run(asked, capture_output=True, text=True).stdout.strip() or "/usr"
+        )
+        places = [
+            prefix / "share/doc/liburing-dev/copyright",  # Debian
+            prefix / "share/licenses/liburing/LICENSE",  # Fedora, Alpine, scripts/wheel_liburing.sh
+        ]
+    for place in places:
+        if place.is_file() and "Permission is hereby granted, free of charge" in place.read_text():
+            return place
+    raise SystemExit(
+        "aiozc: AIOZC_STATIC_LIBURING is set, and the terms of liburing (MIT), which must go with it, are in "
+        f"none of {', '.join(map(str, places))}; name the file by AIOZC_LIBURING_LICENSE=FILE"
+    )
 
 
 def cdef() -> str:
@@ -92,6 +131,8 @@ def make() -> FFI:
         fail("no C compiler (gcc)")
     version, cflags, libs = liburing()
     compile_args, link_args = flags()
+    if static():
+        cflags.append("-DAZC_LIBURING_STATIC")
     ffi = FFI()
     ffi.cdef(cdef())
     ffi.set_source(

@@ -121,6 +121,13 @@ uint64_t azc_conn_outstanding(azc_conn *pub)
     return outstanding(conn_of(pub));
 }
 
+/* Is it at most what the loop's zc_low_water says? */
+int azc_conn_drained(azc_conn *pub)
+{
+    struct conn *c = conn_of(pub);
+    return outstanding(c) <= c->r->cfg.zc_low_water;
+}
+
 /* Tell Python what it asked to be told, once. */
 void conn_notify(struct conn *c)
 {
@@ -152,11 +159,16 @@ void conn_send_failed(struct conn *c, int error)
 
 void conn_maybe_free(struct conn *c)
 {
-    if (!c->closed || c->dirty || c->rq || c->dq.issued || c->armed || c->out_armed || c->notifs)
+    if (!c->closed || c->dirty || c->rq || c->dq.issued || c->armed || c->out_armed || c->notifs ||
+        c->reading)
         return; /* while it is in the dirty list, flush calls again */
-    if (c->kept_fd >= 0)
+    if (c->kept_fd >= 0) {
+        if (c->r->be->keep && c->r->be_data)
+            c->r->be->keep(c, false);
         close(c->kept_fd);
+    }
     sendq_destroy(c);
+    errq_destroy(&c->eq);
     table_free(&c->r->conns, c);
 }
 
@@ -253,6 +265,12 @@ static void forget_parent(struct azc_reactor *r)
             continue;
         c->armed = c->cancelling = c->out_armed = false;
         c->ep_mask = 0;
+        if (c->zc_on) { /* the ids of this socket are the parent's */
+            errq_destroy(&c->eq);
+            c->zc_on = false;
+            c->pub.zc_ok = 0;
+        }
+        c->pub.shared = 1; /* if it listens */
         dgramq_drop(c, -ECANCELED);
         c->want_out = false;
         if (c->pub.unsent)
@@ -291,10 +309,11 @@ int azc_fall_back(azc_reactor *r)
         return -EBUSY;
     r->be = &epoll_backend;
     r->cfg.backend = AZC_EPOLL;
-    r->cfg.zerocopy = 0;
+    r->cfg.zerocopy = r->cfg.msg_zerocopy;
+    r->cfg.fixed_parts = 0;
     for (uint32_t i = 0; i < table_slots(&r->conns); i++) {
         struct conn *c = table_at(&r->conns, i);
-        if (c)
+        if (c && !r->cfg.zerocopy)
             c->pub.zc_ok = 0;
     }
     return 0;
@@ -309,6 +328,11 @@ int azc_wait(azc_reactor *r, int64_t timeout_ns)
         timeout_ns = stall_watch(r, timeout_ns);
     int rc = r->be->wait(r, anything(r) ? 0 : timeout_ns);
     return anything(r) || rc >= 0 ? azc_take_events(r) : rc;
+}
+
+int azc_idle(azc_reactor *r)
+{
+    return !r->n_out && !r->stall.tick && !r->dirty && !anything(r) && r->be_data && r->be->idle(r);
 }
 
 /* Hand out what is there, without entering the kernel. */
@@ -354,6 +378,7 @@ int azc_close(azc_reactor *r)
         sendq_drop(c, -ECONNABORTED);
         dgramq_drop(c, -ECONNABORTED);
         sendq_destroy(c);
+        errq_destroy(&c->eq);
     }
     for (uint32_t i = 0; i < table_slots(&r->reqs); i++)
         if (table_at(&r->reqs, i))
@@ -411,7 +436,8 @@ size_t azc_take_released(azc_reactor *r, uint64_t *tokens, size_t max)
 
 /* ---- connections ---- */
 
-/* family: of the socket, AF_*. A TCP socket gets TCP_NODELAY, as asyncio's transports have it. */
+/* family: of the socket, AF_*, or 0: it is borrowed. A TCP socket gets TCP_NODELAY, as asyncio's
+ * transports have it. */
 azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind, int family)
 {
     struct conn *c = table_new(&r->conns);
@@ -432,7 +458,8 @@ azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind, int family)
     c->dq.recv_msg.msg_namelen = AZC_NAME_MAX;
     bool tcp = family == AF_INET || family == AF_INET6; /* or UDP */
     if (kind == AZC_STREAM || kind == AZC_DATAGRAM)
-        c->pub.zc_ok = tcp && r->cfg.backend == AZC_URING && r->cfg.zerocopy;
+        c->pub.zc_ok = tcp && r->cfg.zerocopy;
+    c->borrowed = !family;
     if (kind == AZC_STREAM) {
         azc_conn_timeout(&c->pub, r->cfg.zc_timeout_ns);
         r->stats.connections++;
@@ -442,6 +469,24 @@ azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind, int family)
                              sizeof on); /* not for MPTCP, SCTP */
     }
     return &c->pub;
+}
+
+void accept_some(struct conn *c)
+{
+    int burst = c->pub.shared ? SHARED_BURST : ACCEPT_BURST;
+    for (int i = 0; i < burst; i++) {
+        int fd = accept4(c->pub.fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        if (fd >= 0) {
+            emit(c->r, c->pub.token, AZC_EV_ACCEPT, fd, 0);
+        } else {
+            if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) {
+                c->want_recv = false;
+                emit(c->r, c->pub.token, AZC_EV_ACCEPT, -errno, 0);
+                mark_dirty(c);
+            }
+            return;
+        }
+    }
 }
 
 /* Receive, accept or poll from the next azc_wait on. */
@@ -468,6 +513,12 @@ void azc_conn_notify(azc_conn *pub, uint32_t what)
 {
     pub->notify |= what;
     conn_notify(conn_of(pub));
+}
+
+void azc_conn_ask_low(azc_conn *pub)
+{
+    pub->zc_low = conn_of(pub)->r->cfg.zc_low_water;
+    azc_conn_notify(pub, AZC_NOTIFY_ZC_LOW);
 }
 
 static size_t send_now(struct conn *c, const char *extra, size_t n);
@@ -529,7 +580,11 @@ static void keep_descriptor(struct conn *c)
     socklen_t n = sizeof linger;
     int unread = 0, fd = fcntl(c->pub.fd, F_DUPFD_CLOEXEC, 0);
     if (fd < 0)
-        return; /* no descriptor is free: its pins last as long as the peer likes */
+        return; /* no descriptor is free: its pins last as long as the peer likes, or the loop */
+    c->kept_since = now_ns();
+    c->kept_fd = fd;
+    if (c->pub.kind != AZC_STREAM)
+        return;
     (void)getsockopt(fd, SOL_SOCKET, SO_LINGER, &linger, &n);
     (void)ioctl(fd, SIOCINQ, &unread);
     if (unread || (linger.l_onoff && !linger.l_linger))
@@ -537,8 +592,6 @@ static void keep_descriptor(struct conn *c)
     else
         (void)shutdown(fd, SHUT_RDWR);
     (void)ioctl(fd, SIOCOUTQ, &c->kept_unacked);
-    c->kept_since = now_ns();
-    c->kept_fd = fd;
 }
 
 /* Closed connections whose memory the kernel still reads: one whose peer acknowledged nothing for
@@ -556,9 +609,11 @@ int azc_linger(azc_reactor *r, int64_t limit_ns)
         if (ioctl(c->kept_fd, SIOCOUTQ, &unacked) == 0 && unacked != c->kept_unacked) {
             c->kept_unacked = unacked;
             c->kept_since = now;
-        } else if (now - c->kept_since >= (uint64_t)limit_ns) {
+        } else if (c->pub.kind == AZC_STREAM && now - c->kept_since >= (uint64_t)limit_ns) {
             reset(c->kept_fd);
         }
+        if (r->be->look)
+            r->be->look(c);
     }
     return n;
 }
@@ -573,12 +628,18 @@ int azc_conn_close(azc_conn *pub, int error)
         rc = c->r->be->quiesce(c);
     if (pub->kind == AZC_STREAM)
         c->r->stats.connections--;
-    c->closed = true;
-    /* Datagrams need no duplicate (it would keep their port): their pins end with no peer's help.
-     */
-    bool pinned = c->notifs > 0 && pub->kind == AZC_STREAM;
-    if (pinned)
+    pub->notify = 0;
+    /* A ring tells about datagrams without a duplicate, which would keep their port: their pins end
+     * with no peer's help. An error queue is read by a descriptor. */
+    if (c->notifs && (pub->kind == AZC_STREAM || c->zc_on)) {
         keep_descriptor(c);
+        if (c->r->be->keep && c->r->be_data)
+            c->r->be->keep(c, true);
+    }
+    bool pinned = c->notifs && c->kept_fd >= 0;
+    if (!c->notifs)
+        msgzc_end(c);
+    c->closed = true;
     conn_maybe_free(c);
     return rc < 0 ? rc : pinned;
 }
@@ -733,14 +794,11 @@ azc_op *azc_submit(azc_conn *pub, const azc_iov *parts, size_t n)
     azc_op *op = op_new(c->r, OP_USER, total);
     if (!op)
         return NULL;
-    for (size_t i = 0; i < n; i++)
-        if (parts[i].len && sendq_push(c, parts[i].base, parts[i].len, op) < 0) {
-            if (op->parts)
-                sendq_remove(c, op);
-            c->r->stats.operations_live--;
-            op_forget(c->r, op);
-            return NULL;
-        }
+    if (sendq_push_all(c, parts, n, op) < 0) {
+        c->r->stats.operations_live--;
+        op_forget(c->r, op);
+        return NULL;
+    }
     mark_dirty(c);
     return op;
 }
@@ -789,7 +847,8 @@ static void *owner(azc_reactor *r, uint64_t token)
 
 const azc_api *azc_api_table(void)
 {
-    static const azc_api table = {azc_wait, azc_write,    azc_submit,   azc_take_released,
-                                  owner,    azc_withdraw, azc_zc_sendto};
+    static const azc_api table = {
+        azc_wait, azc_write,        azc_submit,       azc_take_released, owner,        azc_withdraw,
+        azc_idle, azc_conn_drained, azc_conn_ask_low, azc_sendto,        azc_zc_sendto};
     return &table;
 }

@@ -75,6 +75,23 @@ int sendq_push(struct conn *c, const char *base, size_t len, azc_op *op)
     return 0;
 }
 
+/* All parts of one operation that are not empty: all of them, or -ENOMEM and none. */
+int sendq_push_all(struct conn *c, const azc_iov *parts, size_t n, azc_op *op)
+{
+    struct sendq *q = &c->q;
+    uint32_t before = q->count;
+    while (q->cap - q->count < n)
+        if (grow(q) < 0)
+            return -ENOMEM;
+    for (size_t i = 0; i < n; i++)
+        if (parts[i].len)
+            *sendq_at(q, q->count++) = (struct part){parts[i].base, parts[i].len, op};
+    op->parts += q->count - before;
+    count_zc(q, op, (int)(q->count - before));
+    sendq_queued(c, op->nbytes);
+    return 0;
+}
+
 /* Copy into the chunk at the tail, and into new ones: many small writes become one part. */
 int sendq_copy(struct conn *c, const char *base, size_t len)
 {
@@ -130,6 +147,10 @@ bool zc_allowed(struct conn *c, uint64_t zc_bytes, const struct gathered *g)
         return false;
     if (c->pub.zc_threshold && bytes / g->parts < ZC_PART_MIN)
         return false;
+    if (c->zc_full && c->notifs) {
+        r->stats.fallbacks[AZC_FALLBACK_ENOBUFS]++;
+        return false;
+    }
     if (c->pub.adaptive && c->path_copies) {
         if (c->pub.sent_pos < c->probe_at) {
             r->stats.fallbacks[AZC_FALLBACK_PATH]++;
@@ -251,14 +272,14 @@ void adapt(struct conn *c, bool copied)
     c->probe_at = c->pub.sent_pos + c->probe_gap;
 }
 
-static void pop(struct conn *c)
+/* The first parts, all of one operation, are sent. */
+static void pop(struct conn *c, azc_op *op, uint32_t n)
 {
     struct sendq *q = &c->q;
-    azc_op *op = sendq_at(q, 0)->op;
-    q->head = (q->head + 1) & (q->cap - 1);
-    q->count--;
-    count_zc(q, op, -1);
-    op->parts--;
+    q->head = (q->head + n) & (q->cap - 1);
+    q->count -= n;
+    count_zc(q, op, -(int)n);
+    op->parts -= n;
     op_check(c->r, op);
 }
 
@@ -269,14 +290,21 @@ void sendq_consume(struct conn *c, uint64_t bytes)
     c->pub.sent_pos += bytes;
     q->copy_left = q->copy_left > bytes ? q->copy_left - bytes : 0;
     while (bytes) {
-        struct part *p = sendq_at(q, 0);
-        uint64_t n = p->len < bytes ? p->len : bytes;
-        p->op->sent += n;
-        p->base += n;
-        p->len -= n;
-        bytes -= n;
-        if (!p->len)
-            pop(c);
+        azc_op *op = sendq_at(q, 0)->op;
+        uint32_t whole = 0;
+        struct part *p;
+        while (bytes && whole < q->count && (p = sendq_at(q, whole))->op == op) {
+            uint64_t n = p->len < bytes ? p->len : bytes;
+            op->sent += n;
+            p->base += n;
+            p->len -= n;
+            bytes -= n;
+            if (p->len)
+                break;
+            whole++;
+        }
+        if (whole)
+            pop(c, op, whole);
     }
 }
 

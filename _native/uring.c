@@ -47,6 +47,7 @@
 #include <sys/eventfd.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -74,6 +75,12 @@
 #define GIVEN_MIN 8
 #define GIVEN_WINDOW 1024
 #define GIVEN_BYTES (768u << 10)
+
+/* glibc has a function for it from 2.30 on only, and wheels are to run with older ones. */
+static pid_t thread_id(void)
+{
+    return (pid_t)syscall(SYS_gettid);
+}
 
 struct ring_region {
     uint64_t id; /* 0: free */
@@ -347,7 +354,7 @@ static void dig_grave(struct azc_reactor *r)
 static int uring_attach(struct azc_reactor *r)
 {
     struct uring *u = uring_of(r);
-    if (u && u->tid == gettid()) {
+    if (u && u->tid == thread_id()) {
         u->no_send = false;
         if (!u->quick)
             u->quick = io_uring_register_ring_fd(&u->ring) == 1;
@@ -364,7 +371,7 @@ static int uring_attach(struct azc_reactor *r)
         free(u);
         return rc;
     }
-    u->tid = gettid();
+    u->tid = thread_id();
     (void)io_uring_ring_dontfork(&u->ring); /* a child that entered it would get -EEXIST */
     u->quick = io_uring_register_ring_fd(&u->ring) == 1; /* saves a look-up an enter; optional */
     r->be_data = u;
@@ -450,6 +457,10 @@ static void on_datagram(struct conn *c, int32_t res, unsigned flags)
 
 static void on_listen(struct conn *c, int32_t res)
 {
+    if (c->pub.shared && res > 0) {
+        accept_some(c);
+        return;
+    }
     if (res == -ECANCELED || res == -EAGAIN || res == -EINTR || res == -ECONNABORTED)
         return;
     if (res < 0)
@@ -466,7 +477,7 @@ static void on_conn(struct azc_reactor *r, uint64_t token, int32_t res, unsigned
     if (!c || c->closed) {
         if (flags & IORING_CQE_F_BUFFER)
             spare_buffer(r, flags >> IORING_CQE_BUFFER_SHIFT);
-        else if (c && c->pub.kind == AZC_LISTEN && res >= 0)
+        else if (c && c->pub.kind == AZC_LISTEN && !c->pub.shared && res >= 0)
             close(res); /* accepted for a listener that is gone */
         if (c && !(flags & IORING_CQE_F_MORE))
             c->armed = false;
@@ -652,7 +663,7 @@ static int uring_region(struct azc_reactor *r, uint64_t id)
 {
     struct uring *u = uring_of(r);
     struct region g;
-    if (!u || u->tid != gettid())
+    if (!u || u->tid != thread_id())
         return -ENXIO;
     if (!region_by_id(id, &g))
         return -ENOENT;
@@ -700,6 +711,13 @@ static bool arm(struct conn *c)
         sqe->buf_group = 0;
         break;
     case AZC_LISTEN:
+        if (c->pub.shared) {
+            /* The kernel queues accepts as exclusive waiters, and one that stays armed is always
+             * the first: one process would get every connection, however busy it is. A poll wakes
+             * all. */
+            io_uring_prep_poll_add(sqe, c->pub.fd, POLLIN);
+            break;
+        }
         io_uring_prep_multishot_accept(sqe, c->pub.fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
         break;
     case AZC_CONNECT:
@@ -907,12 +925,19 @@ static int uring_wait(struct azc_reactor *r, int64_t timeout_ns)
     }
 }
 
+static bool uring_idle(struct azc_reactor *r)
+{
+    struct uring *u = uring_of(r);
+    return !u->orphans && !io_uring_sq_ready(&u->ring) && !io_uring_cq_ready(&u->ring) &&
+           !(sq_flags(u) & (IORING_SQ_TASKRUN | IORING_SQ_CQ_OVERFLOW));
+}
+
 /* A writer that would be paused is spared a turn of the loop if the socket takes it all at once. */
 static void uring_send_now(struct conn *c)
 {
     struct azc_reactor *r = c->r;
     struct uring *u = uring_of(r);
-    if (!u || u->no_send || !sendq_ready(c) || u->tid != gettid())
+    if (!u || u->no_send || !sendq_ready(c) || u->tid != thread_id())
         return; /* also when the socket is full: it tells when it is not any more */
     if (!bring_up(c))
         mark_dirty(c);
@@ -934,7 +959,7 @@ static bool any_sendable(struct azc_reactor *r)
 static int uring_detach(struct azc_reactor *r)
 {
     struct uring *u = uring_of(r);
-    if (!u || u->tid != gettid())
+    if (!u || u->tid != thread_id())
         return 0;
     for (int i = 0; i < 1000 && (i == 0 || any_sendable(r)); i++) {
         flush(r);
@@ -975,7 +1000,7 @@ static int uring_quiesce(struct conn *c)
     struct uring *u = uring_of(r);
     if (!u || !with_kernel(c))
         return 0;
-    if (u->tid != gettid())
+    if (u->tid != thread_id())
         return -EXDEV; /* cannot happen while detach did its work; never close blindly */
     for (int i = 0; i < 1000 && with_kernel(c); i++) {
         if (c->out_armed && i % 8 == 0)
@@ -997,7 +1022,7 @@ static int uring_drain(struct azc_reactor *r, int64_t timeout_ns)
 {
     uint64_t deadline = now_ns() + (uint64_t)(timeout_ns > 0 ? timeout_ns : 0);
     struct uring *u = uring_of(r);
-    bool mine = u->tid == gettid();
+    bool mine = u->tid == thread_id();
     if (!mine) {
         int rc =
             uring_attach(r); /* a ring of our own, to wait in; the old one's debts are orphans */
@@ -1041,6 +1066,7 @@ static int uring_wake_fd(struct azc_reactor *r)
 const struct backend uring_backend = {
     .attach = uring_attach,
     .wait = uring_wait,
+    .idle = uring_idle,
     .detach = uring_detach,
     .quiesce = uring_quiesce,
     .drain = uring_drain,

@@ -23,6 +23,7 @@ from .attach import zc_attach, zc_send, zc_submit
 from .broadcast import BroadcastResult, broadcast
 from .buffers import Frozen, frozen
 from .capabilities import Capabilities, capabilities
+from .execve import execve
 from .loop import EventLoop, new_event_loop, run
 from .operation import Operation, OperationState, Result
 from .policy import EventLoopPolicy, install
@@ -57,6 +58,7 @@ __all__ = [
     "as_buffer",
     "broadcast",
     "capabilities",
+    "execve",
     "frozen",
     "install",
     "new_event_loop",

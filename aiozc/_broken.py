@@ -13,7 +13,8 @@ import sys
 
 _REMEDY = (
     "build it for this Python: `make build` in a clone, or `pip install --force-reinstall aiozc`; "
-    "it needs gcc, liburing-dev and Python's headers to build, and liburing.so.2 to run"
+    "it needs gcc, liburing-dev and Python's headers to build, and then liburing.so.2 to run "
+    "(a binary wheel of aiozc needs neither)"
 )
 
 

@@ -26,7 +26,7 @@ from .capabilities import choose
 from .loop import EventLoop
 from .operation import Operation, Result
 from .reactor import Reactor
-from .settings import Settings
+from .settings import Settings, settings_of
 
 if TYPE_CHECKING:
     from .transports.stream import Sendable
@@ -53,7 +53,7 @@ def zc_attach(**settings: Any) -> None:
         raise RuntimeError(
             "this loop has its zero-copy side already; call zc_attach before its use"
         )
-    _make(loop, Settings(**settings))
+    _make(loop, settings_of(settings))
 
 
 def zc_submit(writer: asyncio.StreamWriter, data: Sendable) -> Operation:

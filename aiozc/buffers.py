@@ -60,9 +60,13 @@ def export(obj: Any) -> Any:
 def refuse(obj: Any, exc: Exception) -> NoReturn:
     """Say why `obj` cannot be sent, and what to do. `exc`: what taking its buffer raised."""
     if isinstance(exc, TypeError):
+        remedy = (
+            "encode it with .encode()"
+            if isinstance(obj, str)
+            else "pass bytes, a bytearray, a memoryview or an array"
+        )
         raise TypeError(
-            f"a bytes-like object is needed, not {type(obj).__name__!r}; "
-            "encode text with .encode(), or pass memoryview(obj)"
+            f"a bytes-like object is needed, not {type(obj).__name__!r}; {remedy}"
         ) from None
     if isinstance(exc, (BufferError, ValueError)):
         raise BufferError(

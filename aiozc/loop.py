@@ -9,7 +9,6 @@ Never: per-packet work; that is reactor.py, transports/ and the native side.
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextvars
 import socket
 import warnings
@@ -17,11 +16,11 @@ from asyncio import events
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import _fast, bare, hooks
+from . import _fast, bare, checked, hooks
 from .capabilities import choose
 from .pool import Region, register_buffer
 from .reactor import Reactor, ReactorSelector
-from .settings import Settings
+from .settings import settings_of
 from .stats import ZcStats
 from .transports.connector import Connector
 from .transports.datagram import DatagramTransport
@@ -44,27 +43,21 @@ class _Dispatch(events.Handle):
         self._callback()  # type: ignore[attr-defined]
 
 
-_fast.bind_handle(events.Handle, events.TimerHandle, asyncio.BaseEventLoop.call_soon)
+_fast.bind_asyncio(events.Handle, events.TimerHandle, asyncio.BaseEventLoop)
 
 
 class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[misc]
     """An asyncio event loop whose stream transports can send zero-copy. Keywords: see Settings."""
 
     if TYPE_CHECKING:  # asyncio's
-        _scheduled: list[Any]
-        _ready: collections.deque[Any]
-        _timer_cancelled_count: int
-        _debug: bool
-        _stopping: bool
         _selector: ReactorSelector
-        _clock_resolution: float
 
     def __init__(self, **settings: Any) -> None:
         # Until asyncio's __init__: a loop that failed to be made is not "unclosed".
         self._closed = True
         # All that is ours is kept there. asyncio's loop has nearly 30 attributes, and from the 31st on
         # CPython 3.13 reaches every one of them more slowly (bench/peers.py, rows call-soon).
-        wanted = Settings(**settings)
+        wanted = settings_of(settings)
         self._reactor = Reactor(self, choose(wanted.backend, wanted.zerocopy), wanted)
         self._ssock: socket.socket | None = None
         super().__init__(ReactorSelector(self._reactor, self._is_wakeup))
@@ -77,24 +70,31 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
     def _is_wakeup(self, fd: int) -> bool:
         return self._ssock is not None and fd == self._ssock.fileno()
 
-    # -- waking --
-    #
-    # A byte in the wake-up socket is enough for any number of callbacks. `woken` is cleared after the socket
-    # was emptied (before, the byte of the next caller could be emptied too, and the flag stay set for
-    # ever), and the ready queue is looked at after that: who found it set has put his callback there.
+    def set_debug(self, enabled: bool) -> None:
+        super().set_debug(enabled)
+        if enabled:
+            checked.watch()
+
+    # -- waking: native, but in debug mode; fast/schedule.c has the order of these --
+
+    def _make_self_pipe(self) -> None:
+        super()._make_self_pipe()  # type: ignore[misc]
+        assert self._ssock is not None
+        self._set_wake(self._ssock.fileno(), self._csock.fileno())  # type: ignore[attr-defined]
 
     def _write_to_self(self) -> None:
-        if not self._reactor.woken:
-            self._reactor.woken = True
+        if not self._woken:
+            self._woken = True
             super()._write_to_self()  # type: ignore[misc]
 
     def _read_from_self(self) -> None:
         super()._read_from_self()  # type: ignore[misc]
-        self._reactor.woken = False
+        self._woken = False
 
     def _close_self_pipe(self) -> None:
         # A loop that nobody closed: the garbage collector may come to its sockets before it comes to it.
         if self._ssock is not None and self._ssock.fileno() >= 0:
+            self._set_wake(-1, -1)
             super()._close_self_pipe()  # type: ignore[misc]
 
     # -- running --
@@ -103,22 +103,20 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
         self._check_closed()  # type: ignore[attr-defined]
         self._check_running()  # type: ignore[attr-defined]
         self._reactor.attach()
-        self._reactor.woken = False  # in a forked child the byte may be the parent's
-        self._reactor.core.running = True
+        self._begin_run()
         try:
             super().run_forever()
         finally:
-            self._reactor.core.running = False
+            self._end_run()
             self._reactor.detach()
 
     def _run_once(self) -> None:
         """One turn, in asyncio's order: what was ready and descriptors, then the reactor's events, then timers;
         within run_forever native turns until the loop is to stop.
 
-        Native (fast/turn.c), but in debug mode, where callbacks are timed, and when the heap of timers is to
-        be cleared. A native turn that only brings events runs them at once, and what their callbacks
-        schedule runs in the same turn: a loop with one busy connection spends most of its time on turns
-        (bench/peers.py, rows x1).
+        Native (fast/turn.c), but in debug mode, where callbacks are timed. A native turn that only brings
+        events runs them at once, and what their callbacks schedule runs in the same turn: a loop with one
+        busy connection spends most of its time on turns (bench/peers.py, rows x1).
         """
         if not self._reactor.core.turn(self, hooks.MIN_SCHEDULED):
             super()._run_once()  # type: ignore[misc]
@@ -234,6 +232,20 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
 
     # -- serving --
 
+    async def create_server(
+        self, protocol_factory: Callable[[], Any], *args: Any, sock: Any = None, **kwargs: Any
+    ) -> asyncio.Server:
+        if isinstance(sock, socket.socket):
+            self._reactor.given.add(sock)
+        return await super().create_server(protocol_factory, *args, sock=sock, **kwargs)
+
+    async def create_unix_server(
+        self, protocol_factory: Callable[[], Any], *args: Any, sock: Any = None, **kwargs: Any
+    ) -> asyncio.Server:
+        if isinstance(sock, socket.socket):
+            self._reactor.given.add(sock)
+        return await super().create_unix_server(protocol_factory, *args, sock=sock, **kwargs)
+
     def _start_serving(
         self,
         protocol_factory: Callable[[], Any],
@@ -288,7 +300,7 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
         memory, which is locked against resizing until then and must not be changed. Calls on one
         socket go out one behind the other, in the order in which they began; what is sent by other
         means meanwhile goes between them. Receiving is not touched. Where zero-copy is not to be
-        had (epoll, Unix sockets) it copies.
+        had (Unix sockets, zero-copy switched off) it copies.
 
         Being cancelled: if nothing of it was issued, nothing is sent; else it goes on, and the memory stays
         locked until it went. Closing the socket cuts nothing either: the peer sees its end after the

@@ -42,6 +42,20 @@ class OperationState(enum.IntEnum):
     FAILED = lib.AZC_FAILED
 
 
+# The ways between the states. The picture in the documentation is drawn from this and from the table above
+# (scripts/figures.py); tests/test_states.py holds both against operations.
+TRANSITIONS: tuple[tuple[OperationState, OperationState, str], ...] = (
+    (OperationState.QUEUED, OperationState.ISSUED, "a part is in a request"),
+    (OperationState.ISSUED, OperationState.SENT, "last byte accepted"),
+    (OperationState.SENT, OperationState.RELEASED, "last notification"),
+    (OperationState.QUEUED, OperationState.WITHDRAWN, "withdraw()"),
+    (OperationState.QUEUED, OperationState.FAILED, "connection lost"),
+    (OperationState.ISSUED, OperationState.FAILED, "connection lost"),
+    (OperationState.SENT, OperationState.FAILED, "zc_timeout"),
+    # A datagram that met a full socket buffer, or goes again by copying.
+    (OperationState.ISSUED, OperationState.QUEUED, "datagram: again"),
+)
+
 _cast = ffi.cast
 _SENT = int(OperationState.SENT)
 _STATES = tuple(OperationState)  # by number: calling the enum costs 0.3 us

@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import errno
 import mmap
+import operator
 import os
 import threading
 from collections.abc import Callable
@@ -187,9 +188,11 @@ class BufferPool(_Closing):
         max_count: int | None = None,
         huge_pages: bool = False,
     ) -> None:
-        """ValueError: not positive, or a buffer over 1 GiB. OSError: no memory, or no huge pages."""
+        """TypeError: not an int. ValueError: not positive, or a buffer over 1 GiB. OSError: no memory, or no
+        huge pages."""
         if max_count is None:
             max_count = count
+        size, count, max_count = map(operator.index, (size, count, max_count))
         if size < 1 or count < 1 or max_count < count:
             raise ValueError("size and count must be at least 1, and max_count at least count")
         # Buffers do not share cache lines; large ones do not share pages.

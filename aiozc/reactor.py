@@ -14,13 +14,13 @@ Never: called from another thread than the one that runs the loop.
 from __future__ import annotations
 
 import ctypes
-import heapq
 import os
 import selectors
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import _fast, hooks, stats
+from . import _fast, checked, hooks, stats
 from ._reactor_c import ffi, lib
 from .buffers import Frozen, refuse
 from .capabilities import default_caps, fallen_back, no_ring, uring_demanded
@@ -66,11 +66,15 @@ class Reactor:
         native = ffi.new("azc_config *")
         native.backend = lib.AZC_URING if can.backend == "uring" else lib.AZC_EPOLL
         native.zerocopy = can.zerocopy
+        native.msg_zerocopy = can.zerocopy and can.features["msg_zerocopy"]
         native.sq_entries = cfg.ring_entries
         native.cq_entries = cfg.cq_entries
         native.max_request = cfg.max_request
         # From 6.15 on a request gathers out of registered memory; before, it is one part.
+        # Without a ring there is nothing to register with.
         native.fixed_parts = 1024 if can.features["sendmsg_zc_fixed"] else 1
+        if can.backend == "epoll":
+            native.fixed_parts = 0
         native.zc_threshold = cfg.zc_threshold
         native.zc_low_water = cfg.zc_low_water
         native.adaptive = cfg.adaptive
@@ -90,12 +94,15 @@ class Reactor:
         self.capabilities = can
         self.conns: dict[int, Any] = {}
         self.listeners: dict[int, Any] = {}  # by descriptor
-        self.woken = False  # there is a byte in the loop's wake-up socket
+        # Listening sockets that their owner made: other processes may listen on them, too.
+        self.given: weakref.WeakSet[Any] = weakref.WeakSet()
         self.bare: dict[int, Any] = {}  # by SO_COOKIE: see bare.py
         self.bare_watched = False  # its timer runs
         self.held: dict[int, Any] = {}
         _incref(self.held)
         self._lingering = False  # azc_linger is to be called again
+        if cfg.zc_check:
+            checked.watch()
         size, stride = ffi.new("size_t *"), ffi.new("size_t *")
         memory = lib.azc_recv_memory(self.native, size, stride)
         self.memory = memoryview(ffi.buffer(memory, size[0]))
@@ -109,7 +116,6 @@ class Reactor:
             self.conns,
             self.held,
             hooks.report_callback_error,
-            heapq.heappop,
             MAX_WAIT,
         )
 
@@ -145,10 +151,10 @@ class Reactor:
             if rc != -4:  # EINTR: Python runs its signal handlers when this call returns
                 _check(rc, "aiozc: waiting failed")
             return 0
+        if n := rc & _EVENTS:  # first: the batch survives whatever happens
+            self.core.begin(n)
         if rc & _RELEASED:
             self.core.drop_released()
-        if n := rc & _EVENTS:
-            self.core.begin(n)
         return rc
 
     # -- connections and operations --
@@ -181,9 +187,18 @@ class Reactor:
         if lib.azc_linger(self.native, int(self.settings.zc_linger * 1e9)):
             self._linger()
 
+    def checked(self, keep: Any) -> Any:
+        """What an operation is to hold of its locked buffers: where the loop is in debug mode (or zc_check
+        says so) what also knows their contents. The native zc_write asks, too."""
+        if not checked.wanted(self.loop, self.settings.zc_check):
+            return keep
+        checked.watch()
+        return checked.Checked(self.loop, keep)
+
     def queue(self, conn: Any, keep: Any, put: Callable[[], Any]) -> Operation:
         """`put` queues natively and answers the azc_op, or NULL. What keeps the buffers locked is held
         before: the exception of a signal handler may come between any two lines of Python."""
+        keep = self.checked(keep)
         mark = -id(keep)
         self.held[mark] = keep
         native = put()
@@ -204,6 +219,11 @@ class Reactor:
         op = Operation(self.loop, self, conn, native, keep)
         self.held[native.token] = op
         return op
+
+    @property
+    def engine(self) -> str:
+        """How zero-copy sends go, where a connection's can."""
+        return "uring" if self.backend == "uring" else "msg_zerocopy"
 
     def zc_stats(self) -> stats.ZcStats:
         return stats.read(self._stats, self.backend)

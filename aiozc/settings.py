@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any
 
 
 def timeout_ns(seconds: float | None) -> int:
@@ -14,6 +16,29 @@ def timeout_ns(seconds: float | None) -> int:
             f"zc_timeout must be more than 0 seconds, not {seconds}; None is no timeout"
         )
     return max(1, int(seconds * 1e9))
+
+
+_NONE = ("zc_transport_cap", "zc_loop_cap")
+_WHOLE = (
+    *_NONE,
+    "zc_threshold",
+    "zc_low_water",
+    "zc_eor_bytes",
+    "max_request",
+    "ring_entries",
+    "cq_entries",
+)
+
+
+def settings_of(given: dict[str, Any]) -> Settings:
+    """From the keywords of a loop. TypeError: there is no such setting; says which it may have been."""
+    known = [field.name for field in fields(Settings)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise TypeError(f"aiozc has no setting {name!r}; {meant}")
+    return Settings(**given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +58,13 @@ class Settings:
         cap sends go by copying; nobody waits. None: a share of what may be locked (RLIMIT_MEMLOCK).
     zc_low_water: `zc_drain` waits until pinned and unsent bytes together are at most this. It bounds what a
         transport pins, and its rate: about so much a round trip.
-    zc_eor_bytes: a connection's consecutive zero-copy requests share one packet buffer of the kernel,
-        which makes small ones cheap; the memory of all of them is released together, when the last
-        one's bytes are acknowledged. After so many bytes the next request begins a new one. Larger:
-        more pinned than unacknowledged. 0 never ends one, and then nothing at all is released while the
-        stream is busy (`pinned_bytes` grows up to the caps, and the rest goes by copying): for
-        measurements only. Requests whose report `adaptive` waits for end theirs anyway.
+    zc_eor_bytes: a connection's consecutive zero-copy requests share one packet buffer of the kernel, which
+        makes small ones cheap; the memory of all of them is released together, when the last one's bytes
+        are acknowledged. After so many bytes the next request begins a new one. Larger: more pinned than
+        unacknowledged. 0 never ends one (MSG_ZEROCOPY: the kernel always does, after 512 KiB), and then
+        nothing at all is released while the stream is busy (`pinned_bytes` grows up to the caps, and the
+        rest goes by copying): for measurements only. Requests whose report `adaptive` waits for end theirs
+        anyway.
     zc_close_timeout: seconds that `loop.close()` waits for the kernel to release memory. What it has
         not released then is kept for the life of the process.
     zc_linger: seconds that a closed connection may keep memory pinned without its peer acknowledging a
@@ -47,6 +73,9 @@ class Settings:
         kernel accepts none of them and the peer acknowledges none. Then it is reset as by `zc_reset`:
         its operations fail with TimeoutError, and so does the connection. However slowly a peer reads, it
         is spared. What the kernel holds in a copy of its own is TCP_USER_TIMEOUT's. None: never.
+    zc_check: compare the memory of each operation, and of `write(aiozc.frozen(...))`, at its release with
+        what it was at the call. If somebody wrote to it, the loop's exception handler is told, with the stack
+        of the call; the bytes cannot be called back. Costs two check sums a byte. None: in debug mode.
     max_request: bytes that one request gathers at most; bounds what it pins.
     ring_entries, cq_entries: sizes of the submission and completion queues.
     """
@@ -63,17 +92,30 @@ class Settings:
     zc_close_timeout: float = 1.0
     zc_linger: float = 60.0
     zc_timeout: float | None = None
+    zc_check: bool | None = None
     max_request: int = 1024 * 1024
     ring_entries: int = 1024
     cq_entries: int = 8192
 
     def __post_init__(self) -> None:
+        for name in _WHOLE:
+            value = getattr(self, name)
+            if value is None and name in _NONE:
+                continue
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise TypeError(f"{name} must be an int, not {value!r}")
+        for name in ("zc_close_timeout", "zc_linger", "zc_timeout"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) and not (value is None and name == "zc_timeout"):
+                raise TypeError(f"{name} is a number of seconds, not {value!r}")
         if self.backend not in (None, "uring", "epoll"):
             raise ValueError(f"backend must be 'uring', 'epoll' or None, not {self.backend!r}")
         if self.zerocopy not in (None, "auto", "off"):
             raise ValueError(f"zerocopy must be 'auto', 'off' or None, not {self.zerocopy!r}")
         if self.zc_write not in ("auto", "off", "always"):
             raise ValueError(f"zc_write must be 'auto', 'off' or 'always', not {self.zc_write!r}")
+        if self.zc_check not in (None, True, False):
+            raise ValueError(f"zc_check must be True, False or None, not {self.zc_check!r}")
         sizes = ("zc_threshold", "zc_transport_cap", "zc_loop_cap", "zc_low_water", "zc_eor_bytes")
         for name in sizes:
             value = getattr(self, name)

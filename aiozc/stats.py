@@ -1,8 +1,12 @@
-"""The counters of one loop, as `loop.zc_stats()` gives them. A copy: it does not change afterwards."""
+"""The counters of one loop, as `loop.zc_stats()` gives them. A copy: it does not change afterwards.
+
+Owns the fields and what they mean; metrics.py has their names in monitoring systems. Read by reactor.py.
+Never: loses or renames a field; new ones are added at the end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +17,18 @@ _FALLBACKS = ("ENOMEM", "ENOBUFS", "EOPNOTSUPP", "cap", "path")
 class ZcStats:
     """Counters since the loop was made, and levels now. Bytes, unless named otherwise.
 
+    Fields are stable: later versions may add some, and none changes its meaning. `dataclasses.asdict` gives
+    them for JSON, `prometheus` as text for a scrape.
+
+    backend: "uring" or "epoll".
     operations: zero-copy operations submitted; operations_live: not yet released.
     bytes: accepted from callers, by any method. requests: to the kernel, of which zc_requests asked
     for zero-copy, fixed_requests of them out of registered memory; parts: buffers gathered into them.
     notifications: releases told by the kernel, of which copied_reports said that it had copied (true
     for the first of a stack only).
-    fallbacks: requests that went by copying, by reason: ENOMEM (RLIMIT_MEMLOCK), ENOBUFS,
-    EOPNOTSUPP (the socket cannot), cap (over zc_transport_cap or zc_loop_cap), path (adaptive: this
+    fallbacks: requests that went by copying, by reason: ENOMEM (RLIMIT_MEMLOCK), ENOBUFS
+    (MSG_ZEROCOPY: net.core.optmem_max, or RLIMIT_MEMLOCK), EOPNOTSUPP (the socket cannot, or its
+    error queue is somebody's), cap (over zc_transport_cap or zc_loop_cap), path (adaptive: this
     connection's path copies anyway).
     queued_bytes: accepted and not sent. pinned_bytes: issued zero-copy and not released.
     stacks: zero-copy requests that ended a stack (see zc_eor_bytes in Settings).
@@ -28,6 +37,7 @@ class ZcStats:
     release_p50, release_p90, release_p99, release_max: seconds from the issue of a zero-copy request
     to its notification, of those that sent anything; 0.0 before the first one. The percentiles are
     upper bounds, at most an eighth too high.
+    cq_overflows: times that the completion queue was full. connections: open, datagram sockets too.
     enters: calls into io_uring_enter, or epoll_wait. enobufs: receives that found no free buffer.
     """
 
@@ -62,6 +72,16 @@ class ZcStats:
     @property
     def parts_per_request(self) -> float:
         return self.parts / self.requests if self.requests else 0.0
+
+    def prometheus(self, prefix: str = "aiozc", labels: Mapping[str, str] | None = None) -> str:
+        """These counters in Prometheus' text format, for `Content-Type: text/plain; version=0.0.4`.
+
+        labels: added to every line. ValueError: a name that Prometheus does not allow. Several loops of one
+        process go into one text by `aiozc.metrics.prometheus`.
+        """
+        from .metrics import prometheus
+
+        return prometheus([(self, labels)], prefix=prefix)
 
     @property
     def notifications_per_turn(self) -> float:

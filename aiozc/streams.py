@@ -73,9 +73,11 @@ async def zc_drain(self: asyncio.StreamWriter) -> None:
 
     ConnectionResetError: the connection is gone.
     """
-    transport: Any = self.transport
+    transport: Any = self._transport  # type: ignore[attr-defined]
     if isinstance(transport, StreamTransport):
-        await transport._zc_drain()
+        waiter = transport._zc_wait()
+        if waiter is not None:
+            await waiter
     elif isinstance(transport, hooks.SSLProtocolTransport):
         await tls_drain(transport)
     else:

@@ -130,7 +130,7 @@ def test_stream_writer_gets_the_methods_once_and_keeps_its_own() -> None:
 
 
 def test_the_loop_s_own_wake_up_is_the_one_that_is_overridden() -> None:
-    for name in ("_write_to_self", "_read_from_self"):
+    for name in ("_write_to_self", "_read_from_self", "_make_self_pipe", "_close_self_pipe"):
         assert callable(getattr(asyncio.SelectorEventLoop, name))
         assert not inspect.signature(getattr(asyncio.SelectorEventLoop, name)).parameters.keys() - {
             "self"
@@ -173,8 +173,19 @@ def test_the_loop_has_what_a_turn_reads_and_few_attributes_of_its_own() -> None:
 
     stock, ours = asyncio.SelectorEventLoop(), aiozc.new_event_loop()
     try:
-        for name in ("_scheduled", "_ready", "_timer_cancelled_count", "_debug", "_stopping"):
+        for name in (
+            "_scheduled",
+            "_ready",
+            "_timer_cancelled_count",
+            "_debug",
+            "_stopping",
+            "_closed",
+        ):
             assert hasattr(stock, name), name
+            assert name not in vars(ours), name  # it is a field
+        assert stock._task_factory is None  # type: ignore[attr-defined]
+        assert callable(stock._process_self_data)  # type: ignore[attr-defined]
+        assert stock._csock.fileno() != stock._ssock.fileno()  # type: ignore[attr-defined]
         assert stock._clock_resolution > 0  # type: ignore[attr-defined]
         assert callable(stock._run_once)  # type: ignore[attr-defined]
         assert hooks.MIN_SCHEDULED > 0

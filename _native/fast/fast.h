@@ -3,9 +3,10 @@
  * aiozc._fast is a CPython extension beside the cffi module: it calls the same reactor through the
  * function table azc_api, and does in C what Python would do for every event, write and callback.
  * It has no policy: whatever is not the common case is a call of the Python method that knows.
- * Files: module.c (names, errors), transport.c (base type of the transports, write), turn.c (one
- * turn of the loop, the walk over its events), schedule.c (call_soon), operation.c (what an
- * operation knows), parts.c (buffers locked for it), slot.c (a pool's buffer).
+ * Files: module.c (names, errors); turn.c (one turn of the loop), events.c (what an event does),
+ * schedule.c (call_soon and the like), handle.c, ready.c and timers.c (what they make, and where it
+ * waits); transport.c (base type of the transports, write), operation.c (what an operation knows),
+ * parts.c (buffers locked for it), slot.c (a pool's buffer).
  *
  * Never: keeps a borrowed reference over a call into Python; lets an exception pass but SystemExit
  * and KeyboardInterrupt (turn.c reports the others as asyncio does).
@@ -24,20 +25,19 @@ extern const azc_api *api; /* the reactor's functions; set once by bind() */
 
 /* Interned names of attributes and methods. */
 #define NAMES(X)                                                                                   \
-    X(_debug)                                                                                      \
-    X(_closed)                                                                                     \
     X(context)                                                                                     \
-    X(_stopping)                                                                                   \
     X(_scheduled)                                                                                  \
-    X(_ready)                                                                                      \
-    X(_timer_cancelled_count)                                                                      \
-    X(_clock_resolution)                                                                           \
     X(_cancelled)                                                                                  \
     X(_when)                                                                                       \
     X(_run)                                                                                        \
     X(time)                                                                                        \
-    X(append)                                                                                      \
-    X(popleft)                                                                                     \
+    X(call_at)                                                                                     \
+    X(loop)                                                                                        \
+    X(name)                                                                                        \
+    X(Task)                                                                                        \
+    X(Future)                                                                                      \
+    X(_task_factory)                                                                               \
+    X(_write_to_self)                                                                              \
     X(_fired)                                                                                      \
     X(data_received)                                                                               \
     X(get_buffer)                                                                                  \
@@ -48,12 +48,26 @@ extern const azc_api *api; /* the reactor's functions; set once by bind() */
     X(_on_write)                                                                                   \
     X(_on_accept)                                                                                  \
     X(_on_datagram)                                                                                \
+    X(_datagram_failed)                                                                            \
+    X(datagram_received)                                                                           \
+    X(_low_waiter)                                                                                 \
+    X(_turns)                                                                                      \
+    X(create_future)                                                                               \
+    X(done)                                                                                        \
+    X(set_result)                                                                                  \
+    X(_learn)                                                                                      \
+    X(_sendto)                                                                                     \
     X(_on_sent)                                                                                    \
     X(_look)                                                                                       \
     X(_wake)                                                                                       \
     X(_loop)                                                                                       \
     X(_reactor)                                                                                    \
     X(_zc_write)                                                                                   \
+    X(release)                                                                                     \
+    X(checked)                                                                                     \
+    X(_zc_sendto)                                                                                  \
+    X(addr)                                                                                        \
+    X(segment_size)                                                                                \
     X(_maybe_pause_protocol)                                                                       \
     X(_write)
 #define DECLARE(name) extern PyObject *n_##name;
@@ -72,19 +86,28 @@ PyObject *call_ints(PyObject *self, PyObject *name, long a, long b);
 /* What receiving may do without asking Python: `_fast` of a transport. */
 #define FAST_DATA 1   /* protocol.data_received */
 #define FAST_BUFFER 2 /* protocol.get_buffer and buffer_updated */
+#define FAST_DGRAM 3  /* protocol.datagram_received */
+
+#define OPEN_STREAM 1   /* write() and zc_write() may queue */
+#define OPEN_DATAGRAM 2 /* zc_sendto() may */
 
 struct fields { /* of a transport, behind the slots of asyncio's classes */
     azc_conn *conn;
     PyObject *protocol, *context;
-    PyObject *held;     /* the reactor's, by token: who keeps what locked */
-    unsigned char fast; /* FAST_*, or 0: see stream.py's _review */
-    char open;          /* write() may queue */
-    char closing;       /* close() or abort() was called */
+    PyObject *held;    /* the reactor's, by token: who keeps what locked */
+    PyObject *waiters; /* of zc_drain(): a list of futures, or NULL */
+    PyObject *names;   /* of a datagram socket: sockaddr by address; None: of a call without one */
+    PyObject *addresses; /* and the other way round */
+    unsigned char fast;  /* FAST_*, or 0: see stream.py's _review */
+    unsigned char open;  /* OPEN_*, or 0: the call has to ask Python */
+    char closing;        /* close() or abort() was called */
 };
 
 struct fields *fields_of(PyObject *transport);
-azc_conn *conn_of_transport(PyObject *transport); /* NULL: an exception is set */
 PyObject *transport_base(PyObject *module, PyObject *bases);
+int transport_low(PyObject *transport);
+PyObject *datagram_sendto(PyObject *module, PyObject *ignored);
+PyObject *zc_sendto_method(PyObject *module, PyObject *kind);
 
 /* ---- operation.c ---- */
 
@@ -95,7 +118,7 @@ PyObject *operation_new(PyObject *type, PyObject *loop, PyObject *reactor, PyObj
 void operation_start(PyObject *op, azc_conn *conn, azc_op *native);
 int operation_finish(PyObject *op, int error, int path);
 
-/* ---- turn.c, parts.c ---- */
+/* ---- parts.c ---- */
 
 size_t parts_bytes(PyObject *parts);
 azc_op *parts_queue(PyObject *parts, azc_conn *conn);
@@ -104,17 +127,28 @@ int hold(PyObject *held, const azc_conn *conn, PyObject *data);
 
 extern PyObject *frozen_type; /* buffers.Frozen */
 extern PyObject *refuse;      /* buffers.refuse(obj, exc): raises what tells the remedy */
-extern PyType_Spec core_spec, parts_spec, scheduler_spec, slot_spec;
+/* checked.Checked, whose instance stands for the Parts that it holds and is called at the release.
+ * NULL: no loop of this process ever wanted that. */
+extern PyObject *checked_type;
+static inline int is_checked(PyObject *keep)
+{
+    return checked_type && keep && (PyObject *)Py_TYPE(keep) == checked_type;
+}
 
-/* Is the attribute true? -1: an exception. */
-int attr_true(PyObject *o, PyObject *name);
+/* ---- ready.c ---- */
 
-/* ---- schedule.c ---- */
+typedef struct {
+    PyObject_HEAD PyObject **ring; /* a power of two */
+    size_t mask, head, count;
+} Ready;
 
-/* asyncio's Handle and TimerHandle, and Handle._run as it was at import: somebody may have put
- * another in its place. */
-extern PyTypeObject *handle_type, *timer_type;
-extern PyObject *handle_run;
+int ready_push(Ready *self, PyObject *handle);
+PyObject *ready_pop(Ready *self); /* of one that is not empty */
+
+/* ---- handle.c ---- */
+
+/* asyncio's Handle and TimerHandle, and our subclasses of them. */
+extern PyTypeObject *handle_type, *timer_type, *our_handle, *our_timer;
 enum {
     HANDLE_CALLBACK,
     HANDLE_ARGS,
@@ -125,9 +159,78 @@ enum {
     HANDLE_CONTEXT,
     HANDLE_SLOTS
 };
-PyObject *handle_slot(PyObject *handle, int slot); /* borrowed */
-PyObject *bind_handle(PyObject *module, PyObject *args);
+int handle_bind(PyObject *module, PyTypeObject *handle, PyTypeObject *timer);
+extern Py_ssize_t handle_at[HANDLE_SLOTS], timer_due_at;
+/* Borrowed; of one of the four types. */
+static inline PyObject *handle_slot(PyObject *handle, int slot)
+{
+    return *(PyObject **)((char *)handle + handle_at[slot]);
+}
+static inline int handle_is_ours(PyObject *handle)
+{
+    return Py_IS_TYPE(handle, our_handle) || Py_IS_TYPE(handle, our_timer);
+}
+/* Of a timer of ours: its deadline. */
+static inline double timer_due(PyObject *timer)
+{
+    return *(double *)((char *)timer + timer_due_at);
+}
+int handle_is_plain(PyObject *handle);
+int handle_run_is_known(void);
+PyObject *handle_call(PyObject *handle);
+void handle_track(PyObject *handle);
+PyObject *handle_new(PyObject *loop, PyObject *context, PyObject *callback, PyObject *const *args,
+                     Py_ssize_t n);
+PyObject *timer_new(PyObject *loop, PyObject *context, PyObject *when, double due,
+                    PyObject *callback, PyObject *const *args, Py_ssize_t n);
+void timer_set_scheduled(PyObject *timer, int is);
 
-extern PyTypeObject *core_type, *parts_type;
+/* ---- schedule.c ---- */
+
+struct scheduler { /* of the loop: in front of what its Python classes add */
+    PyObject_HEAD PyObject *debug, *closed, *stopping;
+    PyObject *scheduled; /* a list, the heap of timers */
+    Ready *ready;
+    Py_ssize_t timers_cancelled; /* of those in the heap */
+    double resolution;           /* of the clock, seconds */
+    unsigned int seen_version;   /* of the loop's class, when own_call_at was found out */
+    char own_call_at;
+    char running; /* run_forever runs */
+    char woken;   /* there is a byte in the wake-up socket */
+    char wakes;   /* these are its two ends */
+    int wake_in, wake_out;
+};
+struct scheduler *scheduler_of(PyObject *loop);
+void scheduler_track(struct scheduler *s);
+int scheduler_woken(struct scheduler *s);
+PyObject *bind_asyncio(PyObject *module, PyObject *args);
+PyTypeObject *scheduler_new_type(void);
+
+/* ---- timers.c ---- */
+
+int timers_push(PyObject *list, PyObject *timer);
+int timers_drop_cancelled(struct scheduler *s, Py_ssize_t many);
+int timers_wait(struct scheduler *s, double longest, int64_t *ns);
+int timers_ripe(struct scheduler *s);
+
+/* ---- events.c ---- */
+
+struct batch { /* events of one azc_wait, and what of them was handed out */
+    azc_reactor *r;
+    azc_event *events;
+    char *memory;
+    size_t stride;
+    PyObject *conns, *held; /* dictionaries of the Reactor, by token */
+    int n, i;
+};
+int event_happened(struct batch *b, const azc_event *e);
+int drop_released(struct batch *b);
+
+/* Is the attribute true? -1: an exception. */
+int attr_true(PyObject *o, PyObject *name);
+
+extern PyTypeObject *core_type, *parts_type, *ready_type;
+extern PyType_Spec core_spec, parts_spec, slot_spec, ready_spec;
+extern PyObject *only_loop; /* ("loop",) */
 
 #endif

@@ -8,6 +8,7 @@
 
 const azc_api *api;
 PyTypeObject *core_type, *parts_type;
+PyObject *only_loop;
 
 #define DEFINE(name) PyObject *n_##name;
 NAMES(DEFINE)
@@ -69,14 +70,29 @@ static PyObject *bind(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* check_by(checked.Checked): from now on ask the reactor of every operation. For good: what was
+ * queued so is called at its release. */
+static PyObject *check_by(PyObject *module, PyObject *type)
+{
+    (void)module;
+    Py_XSETREF(checked_type, Py_NewRef(type));
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
     {"bind", bind, METH_VARARGS,
      "The address of azc_api, buffers.Frozen, buffers.refuse, aiozc.Operation. Called once, at "
      "import."},
-    {"bind_handle", bind_handle, METH_VARARGS,
-     "asyncio's Handle, TimerHandle and BaseEventLoop.call_soon. Called once, at import."},
+    {"bind_asyncio", bind_asyncio, METH_VARARGS,
+     "asyncio's Handle, TimerHandle and BaseEventLoop. Called once, at import."},
+    {"check_by", check_by, METH_O,
+     "checked.Checked: some loop compares the memory of its operations at the release."},
     {"transport_base", transport_base, METH_O,
      "A class with the given bases and the native fields of a transport."},
+    {"zc_sendto_method", zc_sendto_method, METH_O,
+     "zc_sendto for a class of transports, given the class of its operations."},
+    {"datagram_sendto", datagram_sendto, METH_NOARGS,
+     "The method sendto() for a datagram transport's class."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -106,14 +122,17 @@ PyMODINIT_FUNC PyInit__fast(void)
         return NULL;
     core_type = (PyTypeObject *)PyType_FromSpec(&core_spec);
     parts_type = (PyTypeObject *)PyType_FromSpec(&parts_spec);
+    ready_type = (PyTypeObject *)PyType_FromSpec(&ready_spec);
     operation_base = (PyTypeObject *)PyType_FromSpec(&operation_spec);
-    PyObject *scheduler = PyType_FromSpec(&scheduler_spec), *slot = PyType_FromSpec(&slot_spec);
-    if (!core_type || !parts_type || !operation_base || !scheduler || !slot ||
-        PyModule_AddType(module, (PyTypeObject *)scheduler) < 0 ||
-        PyModule_AddType(module, (PyTypeObject *)slot) < 0 ||
-        PyModule_AddType(module, operation_base) < 0 || PyModule_AddType(module, core_type) < 0 ||
-        PyModule_AddType(module, parts_type) < 0) {
-        Py_DECREF(module);
+    only_loop = PyTuple_Pack(1, n_loop);
+    PyTypeObject *slot = (PyTypeObject *)PyType_FromSpec(&slot_spec);
+    PyTypeObject *types[] = {core_type, parts_type,     ready_type,
+                             slot,      operation_base, scheduler_new_type()};
+    int ok = module && only_loop;
+    for (size_t i = 0; ok && i < sizeof types / sizeof *types; i++)
+        ok = types[i] && PyModule_AddType(module, types[i]) == 0;
+    if (!ok) {
+        Py_XDECREF(module);
         return NULL;
     }
     return module;

@@ -41,8 +41,8 @@ static void take_over(Op *self)
 
 /* ---- made ---- */
 
-/* An Operation without a native one yet: the caller queues it, and calls operation_start. `class` is
- * aiozc.Operation or a subclass that adds nothing to it. */
+/* An Operation without a native one yet: the caller queues it, and calls operation_start. `class`
+ * is aiozc.Operation or a subclass that adds nothing to it. */
 PyObject *operation_new(PyObject *class, PyObject *loop, PyObject *reactor, PyObject *keep)
 {
     PyTypeObject *type = (PyTypeObject *)class;
@@ -78,6 +78,26 @@ static PyObject *op_start(Op *self, PyObject *args)
 
 /* ---- released ---- */
 
+/* Nobody tells the waiters another time: the exception of a signal handler, which may come in the
+ * first line of _wake, does not keep it from being called again. */
+static int wake(PyObject *o)
+{
+    PyObject *rc = call1(o, n__wake, Py_False);
+    if (!rc && must_leave()) {
+        PyObject *exc = take_exception();
+        for (int i = 0; !rc && i < 8; i++) {
+            PyErr_Clear();
+            rc = call1(o, n__wake, Py_False);
+        }
+        PyErr_Clear();
+        PyErr_SetObject((PyObject *)Py_TYPE(exc), exc);
+        Py_DECREF(exc);
+        Py_CLEAR(rc);
+    }
+    Py_XDECREF(rc);
+    return rc ? 0 : -1;
+}
+
 /* The memory is free: give the locks back. */
 int operation_finish(PyObject *o, int error, int path)
 {
@@ -91,14 +111,25 @@ int operation_finish(PyObject *o, int error, int path)
         self->native = NULL;
         self->conn = NULL;
     }
+    PyObject *exc = NULL;
+    if (is_checked(self->keep)) {
+        PyObject *rc = PyObject_CallOneArg(self->keep, o);
+        exc = rc ? NULL : take_exception(); /* the release goes on all the same */
+        Py_XDECREF(rc);
+    }
     self->free = 1;
     Py_CLEAR(self->reactor);
     Py_CLEAR(self->keep); /* may run code of the buffers' owners */
-    if (!self->waiters || self->waiters == Py_None)
-        return 0;
-    PyObject *rc = call1(o, n__wake, Py_False);
-    Py_XDECREF(rc);
-    return rc ? 0 : -1;
+    int done = 0;
+    if (self->waiters && self->waiters != Py_None)
+        done = wake(o);
+    if (exc) {
+        PyErr_Clear();
+        PyErr_SetObject((PyObject *)Py_TYPE(exc), exc);
+        Py_DECREF(exc);
+        done = -1;
+    }
+    return done;
 }
 
 static PyObject *op_part(Op *self, PyObject *ignored)

@@ -17,7 +17,7 @@ typedef struct {
     azc_iov iov[]; /* as many, then as many references */
 } Parts;
 
-PyObject *frozen_type, *refuse;
+PyObject *frozen_type, *refuse, *checked_type;
 
 static PyObject **refs_of(Parts *self)
 {
@@ -40,8 +40,9 @@ static PyObject *lock(PyObject *o, azc_iov *iov)
     if (PyMemoryView_Check(o)) {
         Py_buffer *b = PyMemoryView_GET_BUFFER(o);
         /* The flag first: a released view does not hold b->obj any more. */
-        if (!(((PyMemoryViewObject *)o)->flags & _Py_MEMORYVIEW_RELEASED) && b->obj &&
-            plain_exporter(b->obj) && PyBuffer_IsContiguous(b, 'C')) {
+        int flags = ((PyMemoryViewObject *)o)->flags;
+        if (!(flags & _Py_MEMORYVIEW_RELEASED) && flags & _Py_MEMORYVIEW_C && b->obj &&
+            plain_exporter(b->obj)) {
             *iov = (azc_iov){b->buf, (size_t)b->len};
             return Py_NewRef(b->obj);
         }
@@ -168,16 +169,8 @@ int hold(PyObject *held, const azc_conn *conn, PyObject *data)
     return rc;
 }
 
-/* submit(transport) -> address of the azc_op, 0: no memory, nothing queued. */
-static PyObject *parts_submit(Parts *self, PyObject *transport)
-{
-    azc_conn *conn = conn_of_transport(transport);
-    if (!conn)
-        return NULL;
-    return PyLong_FromVoidPtr(api->submit(conn, self->iov, (size_t)Py_SIZE(self)));
-}
-
-/* submit_to(address of an azc_conn): the same, for a connection without a transport. */
+/* submit_to(address of an azc_conn) -> address of the azc_op, 0: no memory, nothing queued. For a
+ * connection without a transport. */
 static PyObject *parts_submit_to(Parts *self, PyObject *address)
 {
     azc_conn *conn = PyLong_AsVoidPtr(address);
@@ -219,18 +212,47 @@ static PyObject *parts_copies(Parts *self, PyObject *ignored)
     return copies;
 }
 
+/* each(function): function(view) of each part. The view is released afterwards, for it has no
+ * reference to what it shows. */
+static PyObject *parts_each(Parts *self, PyObject *function)
+{
+    PyObject *answers = PyList_New(0);
+    for (Py_ssize_t i = 0; answers && i < Py_SIZE(self); i++) {
+        char *p = self->iov[i].len ? (char *)(uintptr_t)self->iov[i].base : (char *)"";
+        PyObject *view = PyMemoryView_FromMemory(p, (Py_ssize_t)self->iov[i].len, PyBUF_READ);
+        PyObject *one = view ? PyObject_CallOneArg(function, view) : NULL;
+        PyObject *exc = one ? NULL : take_exception();
+        PyObject *gone = view ? PyObject_CallMethodNoArgs(view, n_release) : NULL;
+        if (exc) {
+            PyErr_Clear();
+            PyErr_SetObject((PyObject *)Py_TYPE(exc), exc);
+        }
+        if (!one || !gone || PyList_Append(answers, one) < 0)
+            Py_CLEAR(answers);
+        Py_XDECREF(exc);
+        Py_XDECREF(gone);
+        Py_XDECREF(one);
+        Py_XDECREF(view);
+    }
+    return answers;
+}
+
 static Py_ssize_t parts_len(Parts *self)
 {
     return Py_SIZE(self);
 }
 
 static PyMethodDef parts_methods[] = {
-    {"submit", (PyCFunction)parts_submit, METH_O,
-     "Queue them as one operation; the address of its azc_op, or 0: no memory, nothing queued."},
-    {"submit_to", (PyCFunction)parts_submit_to, METH_O, "The same, by the address of an azc_conn."},
+    {"submit_to", (PyCFunction)parts_submit_to, METH_O,
+     "Queue them on the azc_conn of that address as one operation; the address of its azc_op, or "
+     "0: "
+     "no memory, nothing queued."},
     {"write_to", (PyCFunction)parts_write_to, METH_VARARGS,
      "(address of an azc_conn, reactor.held, by_reference): queue one buffer as a plain write."},
     {"copies", (PyCFunction)parts_copies, METH_NOARGS, "Of each part that is not empty, as bytes."},
+    {"each", (PyCFunction)parts_each, METH_O,
+     "(function): a list of what it answers to a memoryview of each part, valid in that call "
+     "only."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -20,12 +20,9 @@ struct fields *fields_of(PyObject *transport)
     return (struct fields *)((char *)transport + base_size);
 }
 
-azc_conn *conn_of_transport(PyObject *transport)
+/* NULL: an exception is set. */
+static azc_conn *conn_of_transport(PyObject *transport)
 {
-    if (!base_type || !PyObject_TypeCheck(transport, base_type)) {
-        PyErr_SetString(PyExc_TypeError, "not a transport of aiozc");
-        return NULL;
-    }
     azc_conn *conn = fields_of(transport)->conn;
     if (!conn)
         PyErr_SetString(PyExc_ConnectionResetError, "the transport is closed");
@@ -51,6 +48,9 @@ static int traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(f->protocol);
     Py_VISIT(f->context);
     Py_VISIT(f->held);
+    Py_VISIT(f->waiters);
+    Py_VISIT(f->names);
+    Py_VISIT(f->addresses);
     for (Py_ssize_t i = 0; i < slot_count(); i++)
         Py_VISIT(slots_of(self)[i]);
     return 0;
@@ -62,6 +62,9 @@ static int clear(PyObject *self)
     Py_CLEAR(f->protocol);
     Py_CLEAR(f->context);
     Py_CLEAR(f->held);
+    Py_CLEAR(f->waiters);
+    Py_CLEAR(f->names);
+    Py_CLEAR(f->addresses);
     for (Py_ssize_t i = 0; i < slot_count(); i++)
         Py_CLEAR(slots_of(self)[i]);
     return 0;
@@ -80,7 +83,7 @@ static void dealloc(PyObject *self)
 static PyObject *tr_write(PyObject *self, PyObject *data)
 {
     struct fields *f = fields_of(self);
-    if (!f->open || !f->conn || !PyBytes_CheckExact(data))
+    if (f->open != OPEN_STREAM || !f->conn || !PyBytes_CheckExact(data))
         return call1(self, n__write, data);
     Py_ssize_t n = PyBytes_GET_SIZE(data);
     int rc;
@@ -99,11 +102,16 @@ static PyObject *tr_write(PyObject *self, PyObject *data)
     return call1(self, n__look, data);
 }
 
-/* An Operation of `class` for locked buffers, not queued yet. */
+/* An Operation of `class` for locked buffers, not queued yet. Where they are checked that runs
+ * Python (reactor.checked): look at the transport afterwards. */
 static PyObject *prepare(PyObject *self, PyObject *class, PyObject *parts)
 {
     PyObject *loop = PyObject_GetAttr(self, n__loop), *reactor = PyObject_GetAttr(self, n__reactor);
-    PyObject *op = loop && reactor ? operation_new(class, loop, reactor, parts) : NULL;
+    PyObject *keep = NULL;
+    if (loop && reactor)
+        keep = checked_type ? call1(reactor, n_checked, parts) : Py_NewRef(parts);
+    PyObject *op = keep ? operation_new(class, loop, reactor, keep) : NULL;
+    Py_XDECREF(keep);
     Py_XDECREF(loop);
     Py_XDECREF(reactor);
     return op;
@@ -128,7 +136,8 @@ static PyObject *admit(struct fields *f, PyObject *op, azc_op *native)
     return op;
 }
 
-/* Pause the protocol where the queue is over high water now. Takes and gives the reference to `op`. */
+/* Pause the protocol where the queue is over high water now. Takes and gives the reference to `op`.
+ */
 static PyObject *review_queue(PyObject *self, struct fields *f, PyObject *op)
 {
     if (op && f->conn && f->conn->unsent > f->conn->high) {
@@ -144,41 +153,189 @@ static PyObject *review_queue(PyObject *self, struct fields *f, PyObject *op)
 static PyObject *tr_zc_write(PyObject *self, PyObject *data)
 {
     struct fields *f = fields_of(self);
-    if (!f->open || f->closing || !f->conn)
+    if (f->open != OPEN_STREAM || f->closing || !f->conn)
         return call1(self, n__zc_write, data);
     PyObject *parts = Py_IS_TYPE(data, parts_type)
                           ? Py_NewRef(data)
                           : PyObject_CallOneArg((PyObject *)parts_type, data);
     if (!parts)
         return NULL;
-    PyObject *op;
-    if (!parts_bytes(parts) || !f->conn) { /* locking may run code of the buffers' owners */
-        op = call1(self, n__zc_write, parts);
-    } else {
-        op = prepare(self, operation_class, parts);
-        if (op)
-            op = admit(f, op, parts_queue(parts, f->conn));
-    }
+    PyObject *op = prepare(self, operation_class, parts);
+    /* Locking may have run code of the buffers' owners. */
+    int usual = parts_bytes(parts) && f->open == OPEN_STREAM && !f->closing && f->conn;
+    if (op && usual)
+        op = admit(f, op, parts_queue(parts, f->conn));
+    else if (op)
+        Py_SETREF(op, call1(self, n__zc_write, parts));
     Py_DECREF(parts);
     return review_queue(self, f, op);
 }
 
-/* _zc_datagram(parts, sockaddr, segment, class of the operation): see datagram.py's zc_sendto. */
+/* ---- datagrams ---- */
+
+static PyObject *datagram_operation; /* the class */
+
+static PyObject *queue_datagram(PyObject *self, PyObject *parts, PyObject *name, int segment)
+{
+    PyObject *op = prepare(self, datagram_operation, parts);
+    azc_conn *conn = op ? conn_of_transport(self) : NULL; /* that, or locking, may have closed it */
+    struct fields *f = fields_of(self);
+    if (conn)
+        op = admit(f, op, parts_queue_datagram(parts, conn, name, segment));
+    else
+        Py_CLEAR(op);
+    return review_queue(self, f, op);
+}
+
+/* _zc_datagram(parts, sockaddr, segment): for what zc_sendto leaves to Python. */
 static PyObject *tr_zc_datagram(PyObject *self, PyObject *args)
 {
-    PyObject *parts, *name, *class;
+    PyObject *parts, *name;
     int segment;
-    if (!PyArg_ParseTuple(args, "O!SiO!:_zc_datagram", parts_type, &parts, &name, &segment,
-                          &PyType_Type, &class))
+    if (!PyArg_ParseTuple(args, "O!Si:_zc_datagram", parts_type, &parts, &name, &segment))
         return NULL;
-    if (!PyType_IsSubtype((PyTypeObject *)class, (PyTypeObject *)operation_class))
+    return queue_datagram(self, parts, name, segment);
+}
+
+/* The sockaddr of an address that was sent to before; borrowed. NULL: Python has to look. */
+static PyObject *known_name(struct fields *f, PyObject *addr)
+{
+    if (f->open != OPEN_DATAGRAM || f->closing || !f->conn || !f->names ||
+        !PyDict_CheckExact(f->names) || (addr != Py_None && !PyTuple_CheckExact(addr)))
+        return NULL;
+    PyObject *name = PyDict_GetItemWithError(f->names, addr);
+    if (!name)
+        PyErr_Clear(); /* an address that cannot be hashed */
+    return name && PyBytes_CheckExact(name) ? name : NULL;
+}
+
+/* zc_sendto(data, addr=None, segment_size=None): one datagram of one buffer to a known address is
+ * queued here. */
+static PyObject *zc_sendto(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *kwnames)
+{
+    PyObject *data = n ? args[0] : NULL, *addr = n > 1 ? args[1] : Py_None;
+    PyObject *segment = n > 2 ? args[2] : Py_None;
+    int odd = n < 1 || n > 3;
+    for (Py_ssize_t i = 0; kwnames && i < PyTuple_GET_SIZE(kwnames); i++) {
+        PyObject *key = PyTuple_GET_ITEM(kwnames, i);
+        if (key == n_addr && n < 2)
+            addr = args[n + i];
+        else if (key == n_segment_size && n < 3)
+            segment = args[n + i];
+        else
+            odd = 1;
+    }
+    PyObject *name =
+        odd || segment != Py_None || PyList_CheckExact(data) || PyTuple_CheckExact(data)
+            ? NULL
+            : known_name(fields_of(self), addr);
+    if (!name) {
+        PyObject *method = PyObject_GetAttr(self, n__zc_sendto);
+        PyObject *op = method ? PyObject_Vectorcall(method, args, (size_t)n, kwnames) : NULL;
+        Py_XDECREF(method);
+        return op;
+    }
+    Py_INCREF(name);
+    PyObject *parts = PyObject_CallOneArg((PyObject *)parts_type, data);
+    PyObject *op = parts ? queue_datagram(self, parts, name, 0) : NULL;
+    Py_XDECREF(parts);
+    Py_DECREF(name);
+    return op;
+}
+
+static PyMethodDef zc_sendto_def = {
+    "zc_sendto", (PyCFunction)(void (*)(void))zc_sendto, METH_FASTCALL | METH_KEYWORDS,
+    "zc_sendto($self, data, addr=None, segment_size=None)\n--\n\n"
+    "Queue one datagram zero-copy: a buffer, or a list of buffers that it is gathered from.\n\n"
+    "segment_size: UDP GSO. `data` becomes datagrams of so many bytes each, the last one may be\n"
+    "shorter; at most 65507 bytes a call (65527 over IPv6). It is one operation: whole, or not at\n"
+    "all.\n"
+    "Never waits. It leaves in call order with what `sendto` queued. The memory stays locked, and\n"
+    "must not be changed, until `released`. An error of sending (EMSGSIZE, EPERM, no route) fails\n"
+    "the operation, and `error_received` is not called for it. What the network reports "
+    "afterwards\n"
+    "(ICMP) names no datagram: it reaches `error_received`, and costs no other operation its\n"
+    "datagram.\n\n"
+    "TypeError, BufferError: as zc_write. ValueError: the address is missing, not the connected\n"
+    "one, or not numeric; segment_size is out of range, asks for more than 128 segments, or the\n"
+    "socket is not UDP; more than 1024 buffers. ConnectionResetError: the transport is closing.\n"
+    "Nothing is queued then."};
+
+/* zc_sendto as a method of datagram transports alone; `kind` is the class of its operations. */
+PyObject *zc_sendto_method(PyObject *module, PyObject *kind)
+{
+    (void)module;
+    if (!PyType_Check(kind) || !PyType_IsSubtype((PyTypeObject *)kind, operation_base))
         return PyErr_Format(PyExc_TypeError, "a class of operations is needed");
+    Py_XSETREF(datagram_operation, Py_NewRef(kind));
+    return PyDescr_NewMethod(base_type, &zc_sendto_def);
+}
+
+/* ---- zc_drain ---- */
+
+/* Does broadcast wait for levels of its own? Then Python decides about all. */
+static int has_turns(PyObject *self)
+{
+    return attr_true(self, n__turns);
+}
+
+/* _zc_wait(): None, or a future for when unsent and pinned bytes are at most zc_low_water. */
+static PyObject *tr_zc_wait(PyObject *self, PyObject *ignored)
+{
+    (void)ignored;
     struct fields *f = fields_of(self);
-    azc_conn *conn = conn_of_transport(self);
-    PyObject *op = conn ? prepare(self, class, parts) : NULL;
-    if (op)
-        op = admit(f, op, parts_queue_datagram(parts, conn, name, segment));
-    return review_queue(self, f, op);
+    if (f->open && f->conn && api->drained(f->conn))
+        Py_RETURN_NONE;
+    int turns = f->open && f->conn ? has_turns(self) : 1;
+    if (turns)
+        return turns < 0 ? NULL : PyObject_CallMethodNoArgs(self, n__low_waiter);
+    if (!f->waiters || !PyList_CheckExact(f->waiters)) {
+        PyObject *none_yet = PyList_New(0);
+        if (!none_yet)
+            return NULL;
+        Py_XSETREF(f->waiters, none_yet);
+    }
+    PyObject *loop = PyObject_GetAttr(self, n__loop);
+    PyObject *future = loop ? PyObject_CallMethodNoArgs(loop, n_create_future) : NULL;
+    Py_XDECREF(loop);
+    if (!future || PyList_Append(f->waiters, future) < 0) {
+        Py_XDECREF(future);
+        return NULL;
+    }
+    if (f->conn)
+        api->ask_low(f->conn);
+    return future;
+}
+
+/* The level is reached, and nothing else happened. 1: Python is to look; -1: an exception. */
+int transport_low(PyObject *self)
+{
+    struct fields *f = fields_of(self);
+    if (!f->open || !f->conn || !f->waiters || !PyList_CheckExact(f->waiters))
+        return 1;
+    int turns = has_turns(self);
+    if (turns)
+        return turns;
+    if (!api->drained(f->conn)) { /* more was submitted meanwhile */
+        api->ask_low(f->conn);
+        return 0;
+    }
+    PyObject *waiters = f->waiters;
+    f->waiters = NULL;
+    int rc = 0;
+    for (Py_ssize_t i = 0; rc == 0 && i < PyList_GET_SIZE(waiters); i++) {
+        PyObject *waiter = PyList_GET_ITEM(waiters, i), *done;
+        done = PyObject_CallMethodNoArgs(waiter, n_done); /* cancelled */
+        rc = done ? 0 : -1;
+        if (done == Py_False) {
+            PyObject *set = call1(waiter, n_set_result, Py_None);
+            rc = set ? 0 : -1;
+            Py_XDECREF(set);
+        }
+        Py_XDECREF(done);
+    }
+    Py_DECREF(waiters);
+    return rc;
 }
 
 static PyObject *tr_bind(PyObject *self, PyObject *args)
@@ -214,17 +371,56 @@ static PyMethodDef methods[] = {
      "TypeError: not bytes-like. On a lost connection it does nothing, as asyncio's."},
     {"zc_write", tr_zc_write, METH_O,
      "Queue a buffer, or a list of buffers, zero-copy; its Operation. See StreamWriter.zc_submit."},
+    {"_zc_wait", tr_zc_wait, METH_NOARGS,
+     "None: unsent and pinned bytes are at most zc_low_water; else a future for when they are."},
     {"_zc_datagram", tr_zc_datagram, METH_VARARGS,
-     "(Parts, sockaddr, segment or 0, class of the operation): queue one; its operation."},
+     "(Parts, sockaddr, bytes of a segment or 0): queue it; its operation."},
     {"_bind", tr_bind, METH_VARARGS, "(address of the transport's azc_conn, reactor.held)"},
     {"_unbind", tr_unbind, METH_NOARGS, "The connection is about to be closed. Idempotent."},
     {NULL, NULL, 0, NULL},
 };
 
+/* ---- datagrams ---- */
+
+/* sendto(data, addr=None): bytes to an address that was seen before are queued here. */
+static PyObject *dg_sendto(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *names)
+{
+    struct fields *f = fields_of(self);
+    PyObject *to = NULL;
+    if (!names && n && n <= 2 && PyBytes_CheckExact(args[0]))
+        to = known_name(f, n == 2 ? args[1] : Py_None);
+    if (!to || !f->conn) { /* hashing an address may run code */
+        PyObject *method = PyObject_GetAttr(self, n__sendto);
+        PyObject *rc = method ? PyObject_Vectorcall(method, args, (size_t)n, names) : NULL;
+        Py_XDECREF(method);
+        return rc;
+    }
+    int rc = api->sendto(f->conn, PyBytes_AS_STRING(args[0]), (size_t)PyBytes_GET_SIZE(args[0]),
+                         PyBytes_AS_STRING(to), (size_t)PyBytes_GET_SIZE(to));
+    if (rc < 0)
+        return PyErr_Format(PyExc_MemoryError, "aiozc: no memory to queue a datagram");
+    if (rc)
+        return PyObject_CallMethodNoArgs(self, n__maybe_pause_protocol);
+    Py_RETURN_NONE;
+}
+
+/* Not in the base type: streams have none. */
+PyObject *datagram_sendto(PyObject *module, PyObject *ignored)
+{
+    (void)module, (void)ignored;
+    static PyMethodDef method = {
+        "sendto", (PyCFunction)(void (*)(void))dg_sendto, METH_FASTCALL | METH_KEYWORDS,
+        "sendto($self, /, data, addr=None)\n--\n\n"
+        "Queue a copy of one datagram; those of one turn leave together, in call order.\n\n"
+        "addr: where the socket is not connected. TypeError: not bytes-like. ValueError: another "
+        "address than\nthe connected one. Errors of sending reach error_received."};
+    return PyDescr_NewMethod(base_type, &method);
+}
+
 PyObject *transport_base(PyObject *module, PyObject *bases)
 {
     (void)module;
-    static PyMemberDef members[6];
+    static PyMemberDef members[9];
     if (!PyTuple_Check(bases) || !PyTuple_GET_SIZE(bases) ||
         !PyType_Check(PyTuple_GET_ITEM(bases, 0))) {
         PyErr_SetString(PyExc_TypeError, "a tuple of classes is needed");
@@ -237,10 +433,16 @@ PyObject *transport_base(PyObject *module, PyObject *bases)
                                base_size + (Py_ssize_t)offsetof(struct fields, context), 0, NULL};
     members[2] = (PyMemberDef){"_fast", T_UBYTE,
                                base_size + (Py_ssize_t)offsetof(struct fields, fast), 0, NULL};
-    members[3] = (PyMemberDef){"_open", T_BOOL,
+    members[3] = (PyMemberDef){"_open", T_UBYTE,
                                base_size + (Py_ssize_t)offsetof(struct fields, open), 0, NULL};
     members[4] = (PyMemberDef){"_closing", T_BOOL,
                                base_size + (Py_ssize_t)offsetof(struct fields, closing), 0, NULL};
+    members[5] = (PyMemberDef){"_names", T_OBJECT,
+                               base_size + (Py_ssize_t)offsetof(struct fields, names), 0, NULL};
+    members[6] = (PyMemberDef){"_addresses", T_OBJECT,
+                               base_size + (Py_ssize_t)offsetof(struct fields, addresses), 0, NULL};
+    members[7] = (PyMemberDef){"_zc_waiters", T_OBJECT,
+                               base_size + (Py_ssize_t)offsetof(struct fields, waiters), 0, NULL};
     PyType_Slot slots[] = {
         {Py_tp_traverse, traverse}, {Py_tp_clear, clear},     {Py_tp_dealloc, dealloc},
         {Py_tp_methods, methods},   {Py_tp_members, members}, {0, NULL},

@@ -9,8 +9,10 @@ parser: what only its work needs (rich above all) is imported when that runs, ne
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 
+from aiozc._version import __version__
 from aiozc.cli import bench, demo, doctor
 
 # In the order that --help shows them.
@@ -21,12 +23,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m aiozc", description="An asyncio event loop on io_uring, zero-copy sends."
     )
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="version", version=f"aiozc {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in COMMANDS:
         command.register(subparsers)
+    parser.set_defaults(run=lambda _: _what_there_is(parser))
     args = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], int] = args.run
     try:
         return run(args)
     except KeyboardInterrupt:
         return 130
+
+
+def _what_there_is(parser: argparse.ArgumentParser) -> int:
+    """No command was given."""
+    parser.print_help(sys.stderr)
+    return 2

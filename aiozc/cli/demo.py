@@ -54,10 +54,17 @@ CORRUPTIONS = ("message", "big", "order")
 
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("demo", help="send between two processes, check every byte")
-    parser.add_argument("--messages", type=_number(1), default=1000)
-    parser.add_argument("--message-bytes", type=_number(HEADER.size), default=65536)
-    parser.add_argument("--big-bytes", type=_number(1), default=256 << 20)
-    parser.add_argument("--backend", choices=["auto", "uring", "epoll"], default="auto")
+    parser.add_argument("--messages", type=_number(1), default=1000, help="of the ordered stream")
+    parser.add_argument("--message-bytes", type=_number(HEADER.size), default=65536, help="of each")
+    parser.add_argument(
+        "--big-bytes", type=_number(1), default=256 << 20, help="of the one large send"
+    )
+    parser.add_argument(
+        "--backend",
+        choices=["auto", "uring", "epoll"],
+        default="auto",
+        help="auto: what the machine has",
+    )
     parser.add_argument("--forced", action="store_true", help="zero-copy even where it only costs")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for everything")
     parser.add_argument(

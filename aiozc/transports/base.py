@@ -74,6 +74,7 @@ class NativeTransport(_fast.transport_base((hooks.FlowControlMixin, asyncio.Tran
     _high_water, _low_water = hooks.HIGH_WATER, hooks.LOW_WATER  # the native side's defaults, too
     _conn_lost = 0  # as asyncio's: connection_lost is scheduled, or writes after it
     _closing: bool
+    _open: int  # as in _native/fast/fast.h; 0: the native calls have to ask here
     _paused = False
     _started = False  # connection_made was called
 

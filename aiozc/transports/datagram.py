@@ -18,8 +18,7 @@ import struct
 from asyncio.log import logger
 from typing import TYPE_CHECKING, Any
 
-from .. import hooks
-from .._fast import Parts
+from .. import _fast, hooks
 from .._reactor_c import ffi, lib
 from ..operation import Operation, path_name
 from .base import NativeTransport, os_error
@@ -35,9 +34,11 @@ _FAMILY = struct.Struct("=H")
 _INET = struct.Struct("!2xH4s8x")
 _INET6 = struct.Struct("!2xHI16sI")
 _SCOPE = struct.Struct("=I")  # sin6_scope_id alone is in host order
+_fast_datagram = 3  # FAST_DGRAM of fast.h
 _REMEMBERED = 4096  # addresses whose two forms are kept
 MAX_SEGMENT = 65507  # payload of the largest IPv4 datagram
 MAX_SEGMENTS = 128  # UDP_MAX_SEGMENTS (measured on 6.18); 64 in older kernels
+_OPEN_DATAGRAM = 2  # as in _native/fast/fast.h: zc_sendto may queue without asking
 _MAX_BUFFERS = 1024  # UIO_MAXIOV
 
 _MANY = frozenset((list, tuple))
@@ -77,11 +78,11 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
     ) -> None:
         self._address = address
         self._family = sock.family
-        self._names: dict[Any, bytes] = {}
-        self._addresses: dict[bytes, Any] = {}
+        # By address. On a connected socket the name is empty, for sendto only compares the address.
+        self._names = {}
+        self._addresses = {}
         super().__init__(loop, sock, protocol, waiter, extra, None, int(self._family))
-        # Empty on a connected socket, where sendto only compares the address.
-        self._remembered_name = self._names.get
+        self._open = _OPEN_DATAGRAM
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         if name != "zero_copy":
@@ -90,9 +91,21 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
         if not conn.zc_ok:
             return ZeroCopyInfo("copy", 0, bool(conn.adaptive), "copied")
         path = path_name(conn.path) if conn.path else "unknown"
-        return ZeroCopyInfo("uring", int(conn.zc_threshold), bool(conn.adaptive), path)
+        return ZeroCopyInfo(self._reactor.engine, int(conn.zc_threshold), bool(conn.adaptive), path)
 
-    # -- receiving --
+    if TYPE_CHECKING:  # fields of the native base
+        _names: dict[Any, bytes]
+        _addresses: dict[bytes, Any]
+
+    # -- receiving: native (fast/events.c), but errors and what comes while closing --
+
+    def _begin(self) -> None:
+        super()._begin()
+        if not self._closing:
+            self._fast = _fast_datagram
+
+    def _stopped(self) -> None:
+        self._fast = 0
 
     def _on_datagram(self, res: int, start: int) -> None:
         if self._conn_lost or (self._closing and res >= 0):
@@ -112,15 +125,18 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
         except (SystemExit, KeyboardInterrupt):
             raise
         except BaseException as exc:
-            # As from asyncio's reader callback: reported, and the transport goes on.
-            self._loop.call_exception_handler(
-                {
-                    "message": "Exception in a datagram protocol's callback",
-                    "exception": exc,
-                    "transport": self,
-                    "protocol": self._protocol,
-                }
-            )
+            self._datagram_failed(exc)
+
+    def _datagram_failed(self, exc: BaseException) -> None:
+        # As from asyncio's reader callback: reported, and the transport goes on.
+        self._loop.call_exception_handler(
+            {
+                "message": "Exception in a datagram protocol's callback",
+                "exception": exc,
+                "transport": self,
+                "protocol": self._protocol,
+            }
+        )
 
     def _learn(self, name: bytes) -> Any:
         """The address that socket.recvfrom would give for a sockaddr."""
@@ -149,7 +165,11 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
 
     # -- sending --
 
-    def sendto(self, data: Any, addr: Any = None) -> None:
+    sendto = _fast.datagram_sendto()
+
+    def _sendto(self, data: Any, addr: Any = None) -> None:
+        """What sendto() does not do by itself."""
+        given = addr
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise TypeError(
                 f"data argument must be a bytes-like object, not {type(data).__name__!r}"
@@ -167,8 +187,7 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
         name = b""
         peer = self._extra["peername"]  # "": connected, to a Unix socket without a name
         if not peer and (peer is None or addr is not None):
-            known = self._names.get(addr) if type(addr) is tuple else None
-            name = known if known is not None else self._name(addr)
+            name = self._known(addr) or self._name(addr)
             if not name:
                 self._send_by_socket(data, addr)
                 return
@@ -180,39 +199,31 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
             self._maybe_pause_protocol()
         elif rc < 0:
             raise MemoryError("aiozc: no memory to queue a datagram")
+        elif not name and (given is None or type(given) is tuple):
+            self._names[given] = name  # it is the connected one: the next call need not come here
 
-    def zc_sendto(
+    zc_sendto = _fast.zc_sendto_method(DatagramOperation)
+
+    def _zc_sendto(
         self, data: Sendable, addr: Any = None, segment_size: int | None = None
     ) -> Operation:
-        """Queue one datagram zero-copy: a buffer, or a list of buffers that it is gathered from.
-
-        segment_size: UDP GSO. `data` becomes datagrams of so many bytes each, the last one may be shorter;
-        at most 65507 bytes a call (65527 over IPv6). It is one operation: whole, or not at all.
-        Never waits. It leaves in call order with what `sendto` queued. The memory stays locked, and must not
-        be changed, until `released`. An error of sending (EMSGSIZE, EPERM, no route) fails the operation, and
-        `error_received` is not called for it. What the network reports afterwards (ICMP) names no datagram:
-        it reaches `error_received`, and costs no other operation its datagram.
-
-        TypeError, BufferError: as zc_write. ValueError: the address is missing, not the connected one, or not
-        numeric; segment_size is out of range, asks for more than 128 segments, or the socket is not UDP; more
-        than 1024 buffers. ConnectionResetError: the transport is closing. Nothing is queued then.
-        """
+        """What zc_sendto does natively for one buffer to an address that it knows."""
         if self._closing or self._conn_lost:
             raise ConnectionResetError(
                 errno.ECONNRESET,
                 "the transport is closing: nothing was queued; open a new endpoint",
             )
-        name = self._remembered_name(addr) if type(addr) is tuple else None
-        if name is None:
-            name = self._destination(addr)
+        name = self._destination(addr)
         if type(data) in _MANY and len(data) > _MAX_BUFFERS:
             raise ValueError(
                 f"a datagram is gathered from at most {_MAX_BUFFERS} buffers, not {len(data)}; "
                 "join some of them"
             )
-        parts = Parts(data)
+        parts = _fast.Parts(data)
         segment = 0 if segment_size is None else self._segment(segment_size, parts.nbytes)
-        op: Operation = self._zc_datagram(parts, name, segment, DatagramOperation)
+        op: Operation = self._zc_datagram(parts, name, segment)
+        if not name and (addr is None or type(addr) is tuple):
+            self._names[addr] = name  # it is the connected one: the next call need not come here
         return op
 
     def _segment(self, segment_size: Any, size: int) -> int:
@@ -242,13 +253,19 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
                 "an address is needed: the socket is not connected; pass addr, or give "
                 "create_datagram_endpoint a remote_addr"
             )
-        name = self._name(addr)
+        name = self._known(addr) or self._name(addr)
         if not name:
             raise ValueError(
                 f"{addr!r} is not a numeric address of this socket's family; look a name up first, "
                 "with loop.getaddrinfo()"
             )
         return name
+
+    def _known(self, addr: Any) -> bytes | None:
+        try:
+            return self._names.get(addr) if type(addr) is tuple else None
+        except TypeError:  # something in it cannot be hashed
+            return None
 
     def _name(self, addr: Any) -> bytes:
         """The sockaddr for an address; b"" where only a look-up, or an error, can tell."""

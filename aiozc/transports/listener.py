@@ -73,6 +73,7 @@ class Listener:
         # Each connection is served in a copy: what a protocol factory sets is that connection's.
         self._context = contextvars.copy_context() if context is None else context
         self._conn: Any = loop._reactor.open(sock.fileno(), lib.AZC_LISTEN, self)
+        self._conn.shared = sock in loop._reactor.given
 
     def start(self) -> None:
         self._timer = None

@@ -46,9 +46,9 @@ Sendable = Union["bytes", "bytearray", "memoryview", Frozen, Sequence[Any], Any]
 class ZeroCopyInfo:
     """`transport.get_extra_info("zero_copy")`: what zc_* does on this connection.
 
-    engine: "uring", or "copy" where every send is copied. threshold: bytes of operations in one
-    request from which it goes zero-copy. path: what the kernel's last report that can be trusted said,
-    "zero-copy", "copied", or "unknown" before the first one.
+    engine: "uring", "msg_zerocopy" (on epoll), or "copy" where every send is copied. threshold: bytes
+    of operations in one request from which it goes zero-copy. path: what the kernel's last report that
+    can be trusted said, "zero-copy", "copied", or "unknown" before the first one.
     """
 
     engine: str
@@ -107,7 +107,7 @@ class StreamTransport(NativeTransport):
     # Made when first needed.
     _held: collections.deque[bytes | OSError] | tuple[()] = ()
     _marks: collections.deque[tuple[int, Operation]] | tuple[()] = ()
-    _zc_waiters: list[asyncio.Future[None]] | tuple[()] = ()
+    _zc_waiters: list[asyncio.Future[None]] | None  # a field of the native base
     _turns: collections.deque[Turn] | tuple[()] = ()
     _empty_waiter: asyncio.Future[None] | None = None
     _sendfile_compatible = hooks.constants._SendfileMode.TRY_NATIVE
@@ -166,7 +166,7 @@ class StreamTransport(NativeTransport):
         if not conn.zc_ok or isinstance(self._protocol, hooks.SSLProtocol):
             return ZeroCopyInfo("copy", 0, bool(conn.adaptive), "copied")
         path = path_name(conn.path) if conn.path else "unknown"
-        return ZeroCopyInfo("uring", int(conn.zc_threshold), bool(conn.adaptive), path)
+        return ZeroCopyInfo(self._reactor.engine, int(conn.zc_threshold), bool(conn.adaptive), path)
 
     def _review(self) -> None:
         """After any change of what receiving depends on."""
@@ -331,7 +331,11 @@ class StreamTransport(NativeTransport):
                 logger.warning("socket.send() raised exception.")
             self._conn_lost += 1
             return
-        if kept.write_to(self._conn.address, self._reactor.held, by_reference):
+        held = self._reactor.held
+        checked = self._reactor.checked(kept) if type(data) is Frozen else kept
+        if kept.write_to(self._conn.address, held, by_reference):
+            if checked is not kept and (token := self._conn.ref_token):
+                held[token] = checked
             self._look(kept)
 
     def _look(self, kept: Any) -> None:
@@ -448,15 +452,16 @@ class StreamTransport(NativeTransport):
             conn.mark = marks[0][0]
             notify(conn, lib.AZC_NOTIFY_MARK)
 
-    async def _zc_drain(self) -> None:
+    def _low_waiter(self) -> asyncio.Future[None] | None:
+        """What _zc_wait() does not do by itself."""
         if self._conn_lost:
             raise ConnectionResetError("Connection lost")
         if outstanding(self._conn) <= self._reactor.settings.zc_low_water:
-            return
-        waiter = self._loop.create_future()
-        self._zc_waiters = [*self._zc_waiters, waiter]
+            return None
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._zc_waiters = [*(self._zc_waiters or ()), waiter]
         self._ask_low()
-        await waiter
+        return waiter
 
     def _when_low(self, turn: Turn) -> None:
         """`turn` comes once it is ready, behind those that wait already."""
@@ -494,8 +499,8 @@ class StreamTransport(NativeTransport):
             self._ask_low()
 
     def _wake_zc_waiters(self, error: BaseException | None) -> None:
-        waiters, self._zc_waiters = self._zc_waiters, ()
-        for waiter in waiters:
+        waiters, self._zc_waiters = self._zc_waiters, None
+        for waiter in waiters or ():
             if waiter.done():
                 continue
             if error is None:

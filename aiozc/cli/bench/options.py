@@ -57,6 +57,35 @@ def add_path(parser: argparse.ArgumentParser) -> None:
     )
 
 
+# Of arguments whose benchmark says nothing else.
+_HELP = {
+    "sizes": "bytes of one buffer",
+    "size": "bytes of one buffer, or message",
+    "parts": "buffers a call",
+    "protocol": "over UDP several parts are one call by UDP_SEGMENT",
+    "family": "IPv4 or IPv6",
+    "modes": "what sends; see docs/performance.md",
+    "connections": "how many at once",
+    "loops": "which event loops",
+}
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """A help text for every argument, with its default; lists of choices are shown once."""
+    for action in parser._actions:
+        action.help = action.help or _HELP.get(action.dest)
+        if not action.help:
+            continue  # a test finds it
+        default = action.default
+        if action.choices is not None and action.nargs == "+":
+            action.metavar = action.dest.upper().rstrip("S")
+            action.help = f"{action.help}: {', '.join(map(str, action.choices))}"
+            default = "all" if default == list(action.choices) else default
+        if default not in (None, False, argparse.SUPPRESS):
+            shown = " ".join(map(str, default)) if isinstance(default, list) else default
+            action.help = f"{action.help} (default: {shown})"
+
+
 def framed(args: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:
     """Runs a benchmark: alone on the machine, with its errors in words. Returns the exit code."""
     if not _there("rich"):
