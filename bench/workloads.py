@@ -244,7 +244,7 @@ def asgi_on_loopback(case: Case, way: str, seconds: float) -> dict[str, float]:
                     "10s",
                     "--latency",
                 ),
-                f"-d{seconds:g}s",
+                f"-d{max(2, round(seconds))}s",
                 url,
             ],
             check=True,

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+import aiozc
+
 pytest.importorskip("starlette", reason="needs the extra `frameworks`: make frameworks")
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
@@ -53,6 +55,9 @@ def test_bodies_go_zero_copy_by_themselves(path: Any, backend: str, route: str) 
     figures = serve(path, backend, route)
     counted = figures["zc"]
     assert figures["answers"] > 20
+    if backend == "epoll" and not aiozc.capabilities().features["msg_zerocopy"]:
+        assert counted["zc_requests"] == 0
+        return
     # A body of 1 MiB is at least one request, and the head before it goes with it or by copying.
     assert counted["zc_requests"] >= figures["answers"] * 0.9
     assert counted["copied_reports"] == 0, "the kernel copied after all"
