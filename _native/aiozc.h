@@ -206,6 +206,7 @@ typedef struct azc_config {
     uint32_t cq_entries;
     uint32_t recv_buffers; /* a power of two */
     uint32_t zerocopy;     /* 0: everything goes by copying */
+    uint32_t msg_zerocopy; /* the same where azc_fall_back leads */
     uint32_t adaptive;
     uint32_t auto_write; /* AZC_WRITE_*: plain writes that nobody can change */
     uint32_t max_parts;
@@ -221,6 +222,7 @@ typedef struct azc_config {
 
 /* Library-wide. */
 int azc_probe(uint32_t *features);
+int azc_probe_msg_zerocopy(void);
 const char *azc_liburing_built(void);
 int azc_liburing_runtime(void);
 

@@ -3,8 +3,16 @@
  * Owns: the epoll descriptor. Called by: reactor.c through
  * `struct backend`. Level-triggered; a descriptor that wants nothing is taken out of the set, since
  * EPOLLHUP and EPOLLERR cannot be masked and would spin. Sends go out when a turn begins, so writes
- * of one turn are gathered; EPOLLOUT is asked for only once a socket was full. Everything is copied
- * here: a request ends with its system call, and nothing is pinned.
+ * of one turn are gathered; EPOLLOUT is asked for only once a socket was full.
+ *
+ * A request ends with its system call, unless it was sent by MSG_ZEROCOPY (msgzc.c): then its
+ * notification comes by the error queue, which shows as EPOLLERR whatever else is asked for. The
+ * queue is read at once and until it is empty, so that level goes away in the turn in which it
+ * came. A connection that wants nothing and has memory pinned is watched by edges, and so is the
+ * duplicate of one that is closed. Error queues belong to no thread: a loop that another thread
+ * runs reads on. An EPOLLERR that nothing here explains (a forked child sees its parent's queue) is
+ * no error either: from then on that connection is watched by edges, and armed anew after
+ * each receive that found something.
  */
 #define _GNU_SOURCE
 #include "internal.h"
@@ -22,6 +30,7 @@
 #define QUIET_LOOKS 64
 #define QUIET_NS 50000
 #define SEND_BURST (4u << 20) /* bytes one socket sends a turn before others have theirs */
+#define DRAIN_NAP_NS 1000000
 
 struct ep {
     int fd;
@@ -70,6 +79,15 @@ static int epoll_attach(struct azc_reactor *r)
 
 /* ---- sending ---- */
 
+static int32_t send_copy(struct conn *c, uint32_t parts)
+{
+    const struct iovec *first = c->q.iov;
+    int flags = MSG_DONTWAIT | MSG_NOSIGNAL;
+    ssize_t rc = parts == 1 ? send(c->pub.fd, first->iov_base, first->iov_len, flags)
+                            : sendmsg(c->pub.fd, &c->q.msg, flags);
+    return rc < 0 ? -errno : (int32_t)rc;
+}
+
 static void send_some(struct conn *c)
 {
     uint64_t budget = SEND_BURST;
@@ -77,18 +95,42 @@ static void send_some(struct conn *c)
         struct gathered g;
         if (sendq_gather(c, &g) < 0)
             return;
-        g.zc = false;
+        g.zc = g.zc && msgzc_ready(c);
+        g.eor = false; /* the kernel ends its own stacks, after 512 KiB */
         struct req *q = req_new(c, &g);
         if (!q)
             return;
-        const struct iovec *first = c->q.iov;
-        int flags = MSG_DONTWAIT | MSG_NOSIGNAL;
-        ssize_t rc = g.parts == 1 ? send(c->pub.fd, first->iov_base, first->iov_len, flags)
-                                  : sendmsg(c->pub.fd, &c->q.msg, flags);
-        int32_t res = rc < 0 ? -errno : (int32_t)rc;
+        int32_t res = g.zc ? msgzc_send(q, &c->q.msg) : send_copy(c, g.parts);
         c->want_out = res == -EAGAIN || (res >= 0 && (uint64_t)res < g.bytes);
-        req_first(q, res, false);
+        req_first(q, res, g.zc && res > 0);
         budget = budget > g.bytes ? budget - g.bytes : 0;
+    }
+}
+
+/* No more zero-copy ones a turn than half of the socket's buffer takes: a receiver on this machine,
+ * whose buffer is charged whole pages for them, may run in the same loop. */
+static void send_datagrams(struct conn *c)
+{
+    int64_t left = 0;
+    for (bool first = true; c->dq.head; first = false) {
+        dgramq_flush(c); /* what goes by copying */
+        struct dgram *d = c->dq.head;
+        if (!dgramq_ready(c) || !dgramq_goes_zc(c, d))
+            return;
+        if (!msgzc_ready(c))
+            continue; /* then by copying */
+        if (first) {  /* it is always tried: its answer says when to wait */
+            left = dgramq_room(c) / 2;
+        } else if (left <= 0) {
+            mark_dirty(c);
+            return;
+        }
+        left -= dgramq_charge(d);
+        struct req *q = req_new_dgram(c, d);
+        if (!q)
+            return;
+        int32_t res = msgzc_send(q, &zdgram_of(d)->msg);
+        req_first(q, res, res >= 0);
     }
 }
 
@@ -99,6 +141,8 @@ static void set_mask(struct conn *c)
     struct ep *e = ep_of(c->r);
     uint32_t in = c->pub.kind == AZC_CONNECT ? EPOLLOUT : EPOLLIN;
     uint32_t mask = (c->want_recv && !c->eof ? in : 0u) | (c->want_out ? EPOLLOUT : 0u);
+    if (c->edges ? mask : c->notifs && !mask)
+        mask |= EPOLLET; /* EPOLLERR and EPOLLHUP come unasked */
     if (mask == c->ep_mask)
         return;
     struct epoll_event ev = {.events = mask, .data.u64 = c->pub.token};
@@ -122,6 +166,7 @@ static void set_mask(struct conn *c)
 static void flush(struct azc_reactor *r)
 {
     struct conn *c = r->dirty, *next;
+    r->turn = 0;
     r->dirty = NULL;
     for (; c; c = next) {
         next = c->dirty_next;
@@ -132,16 +177,17 @@ static void flush(struct azc_reactor *r)
         }
         send_some(c);
         if (c->dq.head)
-            dgramq_flush(c);
+            send_datagrams(c);
         set_mask(c);
     }
 }
 
-static void receive(struct conn *c)
+/* False: there was nothing. */
+static bool receive(struct conn *c)
 {
     struct azc_reactor *r = c->r;
     if (!r->n_spare)
-        return; /* level-triggered: it is told again next turn */
+        return true; /* level-triggered, or armed anew: it is told again next turn */
     uint16_t buffer = r->spare[r->n_spare - 1];
     ssize_t n = recv(c->pub.fd, r->bufs + buffer * r->buf_stride, r->buf_size, MSG_DONTWAIT);
     if (n > 0) {
@@ -156,11 +202,15 @@ static void receive(struct conn *c)
         c->want_recv = false;
         emit(r, c->pub.token, AZC_EV_RECV, -errno, 0);
         mark_dirty(c);
+    } else {
+        return errno == EINTR;
     }
+    return true;
 }
 
-/* One call for as many as there are; laid out as the kernel's multishot recvmsg does. */
-static void receive_datagrams(struct conn *c)
+/* One call for as many as there are; laid out as the kernel's multishot recvmsg does. False: there
+ * was nothing. */
+static bool receive_datagrams(struct conn *c)
 {
     struct azc_reactor *r = c->r;
     struct mmsghdr m[DATAGRAM_BURST];
@@ -176,7 +226,9 @@ static void receive_datagrams(struct conn *c)
                                        .msg_iovlen = 1};
     }
     int n = want ? recvmmsg(c->pub.fd, m, want, MSG_DONTWAIT, NULL) : 0;
-    if (n < 0 && errno != EAGAIN && errno != EINTR)
+    if (n < 0 && errno == EAGAIN)
+        return false;
+    if (n < 0 && errno != EINTR)
         emit(r, c->pub.token, AZC_EV_DATAGRAM, -errno, 0);
     for (int i = 0; i < n; i++) {
         uint16_t buffer = r->spare[--r->n_spare];
@@ -184,19 +236,43 @@ static void receive_datagrams(struct conn *c)
         memcpy(r->bufs + buffer * r->buf_stride, &d, sizeof d);
         emit(r, c->pub.token, AZC_EV_DATAGRAM, (int32_t)(head + m[i].msg_len), buffer);
     }
+    return true;
+}
+
+/* By what `events` said, which may have been an error that is none. */
+static void receive_some(struct conn *c, uint32_t events)
+{
+    bool found = c->pub.kind == AZC_STREAM ? receive(c) : receive_datagrams(c);
+    if (found && c->edges) {
+        c->ep_mask &= ~(uint32_t)EPOLLET; /* not as it is wanted: set_mask arms it anew */
+        mark_dirty(c);
+    } else if (!found && !c->edges && !c->zc_on && events == EPOLLERR) {
+        c->edges = true;
+        mark_dirty(c);
+    }
 }
 
 static void ready(struct azc_reactor *r, const struct epoll_event *ev)
 {
     struct conn *c = table_get(&r->conns, ev->data.u64);
-    if (!c || c->closed)
+    uint32_t events = ev->events;
+    if (!c)
         return;
-    bool broken = ev->events & (EPOLLERR | EPOLLHUP);
-    if (c->want_out && (broken || ev->events & EPOLLOUT)) {
+    if (c->closed) {
+        msgzc_read(c);
+        return;
+    }
+    if (events & EPOLLERR && c->zc_on && msgzc_read(c)) {
+        events &= ~(uint32_t)EPOLLERR; /* an error of the socket is told again */
+        if (!c->notifs && !c->want_recv)
+            mark_dirty(c);
+    }
+    bool broken = events & (EPOLLERR | EPOLLHUP);
+    if (c->want_out && (broken || events & EPOLLOUT)) {
         c->want_out = false;
         send_some(c);
         if (c->dq.head)
-            dgramq_flush(c);
+            send_datagrams(c);
         mark_dirty(c);
     }
     if (c->pub.kind == AZC_CONNECT && c->want_recv) {
@@ -204,12 +280,10 @@ static void ready(struct azc_reactor *r, const struct epoll_event *ev)
         mark_dirty(c);
         return;
     }
-    if (!c->want_recv || c->eof || !(broken || ev->events & EPOLLIN))
+    if (!c->want_recv || c->eof || !(broken || events & EPOLLIN))
         return;
-    if (c->pub.kind == AZC_STREAM)
-        receive(c);
-    else if (c->pub.kind == AZC_DATAGRAM)
-        receive_datagrams(c);
+    if (c->pub.kind == AZC_STREAM || c->pub.kind == AZC_DATAGRAM)
+        receive_some(c, events);
     else if (c->pub.kind == AZC_LISTEN)
         accept_some(c);
     else
@@ -252,8 +326,11 @@ static int epoll_wait_turn(struct azc_reactor *r, int64_t timeout_ns)
             e->i = 0;
         }
         e->received = 0;
+        r->turn = 0;
+        uint64_t told = r->stats.notifications;
         while (e->i < e->n && e->received < TURN_BYTES)
             ready(r, &e->ev[e->i++]);
+        r->stats.notification_turns += r->stats.notifications != told;
         e->quiet = anything(r) || timeout_ns ? 0 : e->quiet + 1;
         if (e->quiet > QUIET_LOOKS)
             e->looked = now_ns();
@@ -277,13 +354,15 @@ static bool epoll_idle(struct azc_reactor *r)
     return e->quiet > QUIET_LOOKS && e->i == e->n && now_ns() - e->looked < QUIET_NS;
 }
 
-/* The kernel holds nothing of ours between two turns: only what is queued is tried once more. */
+/* Between two turns the kernel holds nothing of ours but what is pinned: only what is queued is
+ * tried once more. */
 static int epoll_detach(struct azc_reactor *r)
 {
     for (struct conn *c = r->dirty; c; c = c->dirty_next)
         if (!c->closed) {
             send_some(c);
-            dgramq_flush(c);
+            for (int i = 0; i < 1000 && dgramq_ready(c); i++)
+                send_datagrams(c);
         }
     return 0;
 }
@@ -296,22 +375,52 @@ static int epoll_quiesce(struct conn *c)
         epoll_ctl(e->fd, EPOLL_CTL_DEL, c->pub.fd, &ev);
         c->ep_mask = 0;
     }
+    msgzc_read(c); /* the less remains pinned by a connection that closes */
     return 0;
 }
 
+static void epoll_keep(struct conn *c, bool on)
+{
+    struct epoll_event ev = {.events = EPOLLET, .data.u64 = c->pub.token};
+    int fd = ep_of(c->r)->fd;
+    if (!on) { /* somebody else may hold the socket: then closing ends no watch */
+        epoll_ctl(fd, EPOLL_CTL_DEL, c->kept_fd, &ev);
+        return;
+    }
+    msgzc_read(c); /* a reset has ended all pins */
+    if (c->notifs) /* if it cannot be watched, azc_linger still looks */
+        epoll_ctl(fd, EPOLL_CTL_ADD, c->kept_fd, &ev);
+}
+
+/* By naps: what waits in the epoll set is for the next run. */
 static int epoll_drain(struct azc_reactor *r, int64_t timeout_ns)
 {
-    (void)r, (void)timeout_ns;
+    uint64_t end = now_ns() + (uint64_t)(timeout_ns > 0 ? timeout_ns : 0);
+    for (bool over = false; r->stats.notifications_outstanding && !over;) {
+        over = now_ns() >= end;
+        for (uint32_t i = 0; i < table_slots(&r->conns); i++) {
+            struct conn *c = table_at(&r->conns, i);
+            if (c && c->notifs)
+                over ? msgzc_look(c) : (void)msgzc_read(c);
+        }
+        if (r->stats.notifications_outstanding && !over)
+            nanosleep(&(struct timespec){.tv_nsec = DRAIN_NAP_NS}, NULL);
+    }
     return 0;
 }
 
-/* Plain writes went in their own call (reactor.c); others wait for the turn. */
+/* Plain writes went in their own call (reactor.c). Those that go zero-copy would pause their writer
+ * if they waited for the turn. */
 static void epoll_send_now(struct conn *c)
 {
-    (void)c;
+    if (!ep_of(c->r))
+        return;
+    c->r->turn = 0;
+    send_some(c);
+    mark_dirty(c);
 }
 
-/* Everything is copied: there is nothing to register with. */
+/* There is nothing to register with. */
 static int epoll_region(struct azc_reactor *r, uint64_t id)
 {
     (void)r, (void)id;
@@ -333,5 +442,7 @@ const struct backend epoll_backend = {
     .send_now = epoll_send_now,
     .region = epoll_region,
     .wake_fd = epoll_wake_fd,
+    .keep = epoll_keep,
+    .look = msgzc_look,
     .destroy = epoll_destroy,
 };

@@ -3,6 +3,8 @@
  * Owned by reactor.c. Nothing here is seen by Python. The layering, from the bottom:
  *   slab.c      memory of copied bytes        table.c   slots with generations
  *   optable.c   operations and requests       sendq.c   one FIFO a socket, knows no backend
+ *   errqueue.c  ids of MSG_ZEROCOPY sends    msgzc.c   those sends, and their notifications
+ *   sockids.c   ids of a borrowed socket
  *   uring.c, epoll.c   the two backends       reactor.c  the ABI over them
  *   stall.c     peers that stop reading
  */
@@ -178,6 +180,26 @@ struct gathered {
 void adapt(struct conn *c, bool copied);
 bool zc_allowed(struct conn *c, uint64_t zc_bytes, const struct gathered *g);
 
+/* ---- errqueue.c ---- */
+
+struct errq {
+    uint64_t *tokens; /* ring, a power of two: the request of each id from base on; 0: released */
+    uint32_t cap, head, count;
+    uint32_t base; /* the oldest id that is not released; base + count is the next one */
+};
+
+struct errq_range {
+    uint32_t first, n; /* ids that may be outstanding */
+    uint32_t beyond;   /* so many were never issued here */
+};
+
+int errq_reserve(struct errq *e);
+void errq_issued(struct errq *e, uint64_t token);
+struct errq_range errq_clip(const struct errq *e, uint32_t lo, uint32_t hi);
+uint64_t errq_take(struct errq *e, uint32_t id);
+bool errq_skip(struct errq *e, uint32_t n);
+void errq_destroy(struct errq *e);
+
 /* ---- dgramq.c ---- */
 
 struct dgram { /* lies in a chunk: one datagram, its address, its bytes or (op) a struct zdgram */
@@ -234,6 +256,13 @@ struct conn {
     bool want_out;  /* the socket was full: wait until it is writable */
     bool out_armed; /* uring: a poll for that is with the kernel */
     uint32_t ep_mask;
+    struct errq eq; /* epoll: requests by the ids of their sends */
+    bool edges;     /* epoll: its error queue is another's to read, so no levels */
+    bool zc_on;     /* the socket has SO_ZEROCOPY from us */
+    bool borrowed;  /* the socket is somebody else's, and may outlive this */
+    bool zc_full;   /* no room for more notifications: copy until one came */
+    bool settling;  /* ids of sends that failed may be in the error queue */
+    bool reading;   /* the error queue is being read */
     bool closed;
     /* Closed with memory still pinned: a duplicate of the descriptor, what was unacknowledged when
      * azc_linger last looked, and since when. */
@@ -257,9 +286,25 @@ struct backend {
     void (*send_now)(struct conn *c);                  /* what is queued, within the call */
     int (*region)(struct azc_reactor *r, uint64_t id); /* register it now */
     int (*wake_fd)(struct azc_reactor *r);
+    /* Of a connection that is closed with memory pinned; NULL where the ring tells anyway. */
+    void (*keep)(struct conn *c, bool on); /* watch its duplicate, or no longer */
+    void (*look)(struct conn *c);          /* now and then; it may be gone afterwards */
     void (*destroy)(struct azc_reactor *r);
 };
 extern const struct backend uring_backend, epoll_backend;
+
+/* ---- msgzc.c ---- */
+
+bool msgzc_ready(struct conn *c);
+int32_t msgzc_send(struct req *q, const struct msghdr *m);
+unsigned msgzc_read(struct conn *c);
+void msgzc_look(struct conn *c);
+void msgzc_end(struct conn *c);
+
+/* ---- sockids.c ---- */
+
+void sockids_put(int fd, uint32_t next);
+bool sockids_take(int fd, uint32_t *next);
 
 /* ---- stall.c ---- */
 

@@ -9,6 +9,8 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <liburing.h>
+#include <netinet/in.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdbool.h>
 #include <string.h>
@@ -16,6 +18,13 @@
 #include <sys/socket.h>
 #include <ucontext.h>
 #include <unistd.h>
+
+#ifndef SO_ZEROCOPY
+#define SO_ZEROCOPY 60
+#endif
+#ifndef MSG_ZEROCOPY
+#define MSG_ZEROCOPY 0x4000000
+#endif
 
 #define XSTR(s) STR(s)
 #define STR(s) #s
@@ -113,6 +122,42 @@ static bool try_gather_fixed(struct io_uring *ring)
     }
     close(fd);
     return res != -EINVAL && res != -EOPNOTSUPP;
+}
+
+/* One byte by MSG_ZEROCOPY over loopback, and its notification. Where loopback is down the option
+ * alone is believed. */
+static int try_msg_zerocopy(int listener, int out)
+{
+    struct sockaddr_in to = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t n = sizeof to;
+    char control[256];
+    struct msghdr m = {.msg_control = control, .msg_controllen = sizeof control};
+    struct pollfd told = {.fd = out};
+    int on = 1;
+    if (setsockopt(out, SOL_SOCKET, SO_ZEROCOPY, &on, sizeof on) < 0)
+        return -errno;
+    if (bind(listener, (struct sockaddr *)&to, sizeof to) < 0 || listen(listener, 1) < 0 ||
+        getsockname(listener, (struct sockaddr *)&to, &n) < 0 ||
+        connect(out, (struct sockaddr *)&to, sizeof to) < 0)
+        return 0;
+    if (send(out, "", 1, MSG_ZEROCOPY | MSG_NOSIGNAL) != 1)
+        return -errno;
+    if (poll(&told, 1, 1000) != 1 || recvmsg(out, &m, MSG_ERRQUEUE | MSG_DONTWAIT) < 0)
+        return -EOPNOTSUPP;
+    return 0;
+}
+
+/* 0, or why sends cannot go zero-copy without io_uring. */
+int azc_probe_msg_zerocopy(void)
+{
+    int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    int out = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    int rc = listener < 0 || out < 0 ? -errno : try_msg_zerocopy(listener, out);
+    if (listener >= 0)
+        close(listener);
+    if (out >= 0)
+        close(out);
+    return rc;
 }
 
 /* A seccomp filter may answer with SIGSYS, which would end the process: the call fails instead. */

@@ -159,11 +159,16 @@ void conn_send_failed(struct conn *c, int error)
 
 void conn_maybe_free(struct conn *c)
 {
-    if (!c->closed || c->dirty || c->rq || c->dq.issued || c->armed || c->out_armed || c->notifs)
+    if (!c->closed || c->dirty || c->rq || c->dq.issued || c->armed || c->out_armed || c->notifs ||
+        c->reading)
         return; /* while it is in the dirty list, flush calls again */
-    if (c->kept_fd >= 0)
+    if (c->kept_fd >= 0) {
+        if (c->r->be->keep && c->r->be_data)
+            c->r->be->keep(c, false);
         close(c->kept_fd);
+    }
     sendq_destroy(c);
+    errq_destroy(&c->eq);
     table_free(&c->r->conns, c);
 }
 
@@ -260,6 +265,11 @@ static void forget_parent(struct azc_reactor *r)
             continue;
         c->armed = c->cancelling = c->out_armed = false;
         c->ep_mask = 0;
+        if (c->zc_on) { /* the ids of this socket are the parent's */
+            errq_destroy(&c->eq);
+            c->zc_on = false;
+            c->pub.zc_ok = 0;
+        }
         c->pub.shared = 1; /* if it listens */
         dgramq_drop(c, -ECANCELED);
         c->want_out = false;
@@ -299,10 +309,11 @@ int azc_fall_back(azc_reactor *r)
         return -EBUSY;
     r->be = &epoll_backend;
     r->cfg.backend = AZC_EPOLL;
-    r->cfg.zerocopy = 0;
+    r->cfg.zerocopy = r->cfg.msg_zerocopy;
+    r->cfg.fixed_parts = 0;
     for (uint32_t i = 0; i < table_slots(&r->conns); i++) {
         struct conn *c = table_at(&r->conns, i);
-        if (c)
+        if (c && !r->cfg.zerocopy)
             c->pub.zc_ok = 0;
     }
     return 0;
@@ -367,6 +378,7 @@ int azc_close(azc_reactor *r)
         sendq_drop(c, -ECONNABORTED);
         dgramq_drop(c, -ECONNABORTED);
         sendq_destroy(c);
+        errq_destroy(&c->eq);
     }
     for (uint32_t i = 0; i < table_slots(&r->reqs); i++)
         if (table_at(&r->reqs, i))
@@ -424,7 +436,8 @@ size_t azc_take_released(azc_reactor *r, uint64_t *tokens, size_t max)
 
 /* ---- connections ---- */
 
-/* family: of the socket, AF_*. A TCP socket gets TCP_NODELAY, as asyncio's transports have it. */
+/* family: of the socket, AF_*, or 0: it is borrowed. A TCP socket gets TCP_NODELAY, as asyncio's
+ * transports have it. */
 azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind, int family)
 {
     struct conn *c = table_new(&r->conns);
@@ -445,7 +458,8 @@ azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind, int family)
     c->dq.recv_msg.msg_namelen = AZC_NAME_MAX;
     bool tcp = family == AF_INET || family == AF_INET6; /* or UDP */
     if (kind == AZC_STREAM || kind == AZC_DATAGRAM)
-        c->pub.zc_ok = tcp && r->cfg.backend == AZC_URING && r->cfg.zerocopy;
+        c->pub.zc_ok = tcp && r->cfg.zerocopy;
+    c->borrowed = !family;
     if (kind == AZC_STREAM) {
         azc_conn_timeout(&c->pub, r->cfg.zc_timeout_ns);
         r->stats.connections++;
@@ -566,7 +580,11 @@ static void keep_descriptor(struct conn *c)
     socklen_t n = sizeof linger;
     int unread = 0, fd = fcntl(c->pub.fd, F_DUPFD_CLOEXEC, 0);
     if (fd < 0)
-        return; /* no descriptor is free: its pins last as long as the peer likes */
+        return; /* no descriptor is free: its pins last as long as the peer likes, or the loop */
+    c->kept_since = now_ns();
+    c->kept_fd = fd;
+    if (c->pub.kind != AZC_STREAM)
+        return;
     (void)getsockopt(fd, SOL_SOCKET, SO_LINGER, &linger, &n);
     (void)ioctl(fd, SIOCINQ, &unread);
     if (unread || (linger.l_onoff && !linger.l_linger))
@@ -574,8 +592,6 @@ static void keep_descriptor(struct conn *c)
     else
         (void)shutdown(fd, SHUT_RDWR);
     (void)ioctl(fd, SIOCOUTQ, &c->kept_unacked);
-    c->kept_since = now_ns();
-    c->kept_fd = fd;
 }
 
 /* Closed connections whose memory the kernel still reads: one whose peer acknowledged nothing for
@@ -593,9 +609,11 @@ int azc_linger(azc_reactor *r, int64_t limit_ns)
         if (ioctl(c->kept_fd, SIOCOUTQ, &unacked) == 0 && unacked != c->kept_unacked) {
             c->kept_unacked = unacked;
             c->kept_since = now;
-        } else if (now - c->kept_since >= (uint64_t)limit_ns) {
+        } else if (c->pub.kind == AZC_STREAM && now - c->kept_since >= (uint64_t)limit_ns) {
             reset(c->kept_fd);
         }
+        if (r->be->look)
+            r->be->look(c);
     }
     return n;
 }
@@ -610,12 +628,18 @@ int azc_conn_close(azc_conn *pub, int error)
         rc = c->r->be->quiesce(c);
     if (pub->kind == AZC_STREAM)
         c->r->stats.connections--;
-    c->closed = true;
-    /* Datagrams need no duplicate (it would keep their port): their pins end with no peer's help.
-     */
-    bool pinned = c->notifs > 0 && pub->kind == AZC_STREAM;
-    if (pinned)
+    pub->notify = 0;
+    /* A ring tells about datagrams without a duplicate, which would keep their port: their pins end
+     * with no peer's help. An error queue is read by a descriptor. */
+    if (c->notifs && (pub->kind == AZC_STREAM || c->zc_on)) {
         keep_descriptor(c);
+        if (c->r->be->keep && c->r->be_data)
+            c->r->be->keep(c, true);
+    }
+    bool pinned = c->notifs && c->kept_fd >= 0;
+    if (!c->notifs)
+        msgzc_end(c);
+    c->closed = true;
     conn_maybe_free(c);
     return rc < 0 ? rc : pinned;
 }

@@ -147,6 +147,10 @@ bool zc_allowed(struct conn *c, uint64_t zc_bytes, const struct gathered *g)
         return false;
     if (c->pub.zc_threshold && bytes / g->parts < ZC_PART_MIN)
         return false;
+    if (c->zc_full && c->notifs) {
+        r->stats.fallbacks[AZC_FALLBACK_ENOBUFS]++;
+        return false;
+    }
     if (c->pub.adaptive && c->path_copies) {
         if (c->pub.sent_pos < c->probe_at) {
             r->stats.fallbacks[AZC_FALLBACK_PATH]++;

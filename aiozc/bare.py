@@ -80,11 +80,8 @@ def open_duplicate(reactor: Reactor, sock: Any, owner: Any) -> tuple[int, Any]:
     except BaseException:
         os.close(fd)
         raise
-    conn.zc_ok = (
-        sock.family in (socket.AF_INET, socket.AF_INET6)
-        and reactor.backend == "uring"
-        and reactor.capabilities.zerocopy
-    )
+    inet = sock.family in (socket.AF_INET, socket.AF_INET6)
+    conn.zc_ok = inet and reactor.capabilities.zerocopy
     return fd, conn
 
 

@@ -42,9 +42,9 @@ _WHY = {
 class Capabilities:
     """What a loop made now would use.
 
-    backend: "uring" or "epoll". zerocopy: whether its sends can go zero-copy. reason: why this
-    backend, and why not zero-copy, in a sentence. features: found by trying. liburing: built with,
-    and running with ("unknown" before 2.4), or "linked in" as in wheels.
+    backend: "uring" or "epoll". zerocopy: whether its sends can go zero-copy (on epoll by
+    MSG_ZEROCOPY). reason: why this backend, and why not zero-copy, in a sentence. features: found by
+    trying. liburing: built with, and running with ("unknown" before 2.4), or "linked in" as in wheels.
     """
 
     backend: str
@@ -65,17 +65,38 @@ def uring_demanded(given: str | None) -> bool:
     return _choice("AIOZC_BACKEND", given, ("uring", "epoll")) == "uring"
 
 
+def _sends_without_ring(features: dict[str, bool], off: bool) -> tuple[bool, str]:
+    """Whether sends on epoll can go zero-copy, and how they go."""
+    if off:
+        return False, "zero-copy is switched off: sends are copied"
+    if not features["msg_zerocopy"]:
+        if _no_msg_zerocopy() == errno.ENOBUFS:
+            return (
+                False,
+                "no room for MSG_ZEROCOPY (net.core.optmem_max, ulimit -l): sends are copied",
+            )
+        return False, "this kernel has no MSG_ZEROCOPY either: sends are copied"
+    return True, "zero-copy sends go by MSG_ZEROCOPY"
+
+
 def fallen_back(can: Capabilities, why: str) -> Capabilities:
     """What is left of `can` when its loop got no ring."""
-    reason = f"{why}; sends are copied"
-    return dataclasses.replace(can, backend="epoll", zerocopy=False, reason=reason)
+    zerocopy, how = _sends_without_ring(can.features, not can.zerocopy)
+    return dataclasses.replace(can, backend="epoll", zerocopy=zerocopy, reason=f"{why}; {how}")
 
 
 @functools.cache
 def _probe() -> tuple[int, dict[str, bool]]:
     found = ffi.new("uint32_t *")
     error = -int(lib.azc_probe(found))
-    return error, {name: bool(found[0] & bit) for name, bit in _FEATURES.items()}
+    features = {name: bool(found[0] & bit) for name, bit in _FEATURES.items()}
+    return error, {**features, "msg_zerocopy": _no_msg_zerocopy() == 0}
+
+
+@functools.cache
+def _no_msg_zerocopy() -> int:
+    """The errno of sending by MSG_ZEROCOPY, or 0."""
+    return -int(lib.azc_probe_msg_zerocopy())
 
 
 def _liburing() -> str:
@@ -114,9 +135,10 @@ def choose(backend: str | None = None, zerocopy: str | None = None) -> Capabilit
         raise RuntimeError(f"backend 'uring' cannot be used: {why}; or use backend 'epoll'")
     name = forced or ("epoll" if why else "uring")
     can = features["send_zc"] and features["sendmsg_zc"]
+    may = can and not off
     if name == "epoll":
-        reason = why or "epoll was asked for"
-        reason += "; sends are copied"
+        may, how = _sends_without_ring(features, off)
+        reason = f"{why or 'epoll was asked for'}; {how}"
     elif off:
         reason = "io_uring works; zero-copy is switched off"
     elif not can:
@@ -125,7 +147,7 @@ def choose(backend: str | None = None, zerocopy: str | None = None) -> Capabilit
         reason = "io_uring works, with zero-copy sends"
     return Capabilities(
         backend=name,
-        zerocopy=name == "uring" and can and not off,
+        zerocopy=may,
         reason=reason,
         kernel=platform.release(),
         features=dict(features),

@@ -300,7 +300,7 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
         memory, which is locked against resizing until then and must not be changed. Calls on one
         socket go out one behind the other, in the order in which they began; what is sent by other
         means meanwhile goes between them. Receiving is not touched. Where zero-copy is not to be
-        had (epoll, Unix sockets) it copies.
+        had (Unix sockets, zero-copy switched off) it copies.
 
         Being cancelled: if nothing of it was issued, nothing is sent; else it goes on, and the memory stays
         locked until it went. Closing the socket cuts nothing either: the peer sees its end after the

@@ -66,11 +66,15 @@ class Reactor:
         native = ffi.new("azc_config *")
         native.backend = lib.AZC_URING if can.backend == "uring" else lib.AZC_EPOLL
         native.zerocopy = can.zerocopy
+        native.msg_zerocopy = can.zerocopy and can.features["msg_zerocopy"]
         native.sq_entries = cfg.ring_entries
         native.cq_entries = cfg.cq_entries
         native.max_request = cfg.max_request
         # From 6.15 on a request gathers out of registered memory; before, it is one part.
+        # Without a ring there is nothing to register with.
         native.fixed_parts = 1024 if can.features["sendmsg_zc_fixed"] else 1
+        if can.backend == "epoll":
+            native.fixed_parts = 0
         native.zc_threshold = cfg.zc_threshold
         native.zc_low_water = cfg.zc_low_water
         native.adaptive = cfg.adaptive
@@ -215,6 +219,11 @@ class Reactor:
         op = Operation(self.loop, self, conn, native, keep)
         self.held[native.token] = op
         return op
+
+    @property
+    def engine(self) -> str:
+        """How zero-copy sends go, where a connection's can."""
+        return "uring" if self.backend == "uring" else "msg_zerocopy"
 
     def zc_stats(self) -> stats.ZcStats:
         return stats.read(self._stats, self.backend)

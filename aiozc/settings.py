@@ -58,12 +58,13 @@ class Settings:
         cap sends go by copying; nobody waits. None: a share of what may be locked (RLIMIT_MEMLOCK).
     zc_low_water: `zc_drain` waits until pinned and unsent bytes together are at most this. It bounds what a
         transport pins, and its rate: about so much a round trip.
-    zc_eor_bytes: a connection's consecutive zero-copy requests share one packet buffer of the kernel,
-        which makes small ones cheap; the memory of all of them is released together, when the last
-        one's bytes are acknowledged. After so many bytes the next request begins a new one. Larger:
-        more pinned than unacknowledged. 0 never ends one, and then nothing at all is released while the
-        stream is busy (`pinned_bytes` grows up to the caps, and the rest goes by copying): for
-        measurements only. Requests whose report `adaptive` waits for end theirs anyway.
+    zc_eor_bytes: a connection's consecutive zero-copy requests share one packet buffer of the kernel, which
+        makes small ones cheap; the memory of all of them is released together, when the last one's bytes
+        are acknowledged. After so many bytes the next request begins a new one. Larger: more pinned than
+        unacknowledged. 0 never ends one (MSG_ZEROCOPY: the kernel always does, after 512 KiB), and then
+        nothing at all is released while the stream is busy (`pinned_bytes` grows up to the caps, and the
+        rest goes by copying): for measurements only. Requests whose report `adaptive` waits for end theirs
+        anyway.
     zc_close_timeout: seconds that `loop.close()` waits for the kernel to release memory. What it has
         not released then is kept for the life of the process.
     zc_linger: seconds that a closed connection may keep memory pinned without its peer acknowledging a

@@ -26,8 +26,9 @@ class ZcStats:
     for zero-copy, fixed_requests of them out of registered memory; parts: buffers gathered into them.
     notifications: releases told by the kernel, of which copied_reports said that it had copied (true
     for the first of a stack only).
-    fallbacks: requests that went by copying, by reason: ENOMEM (RLIMIT_MEMLOCK), ENOBUFS,
-    EOPNOTSUPP (the socket cannot), cap (over zc_transport_cap or zc_loop_cap), path (adaptive: this
+    fallbacks: requests that went by copying, by reason: ENOMEM (RLIMIT_MEMLOCK), ENOBUFS
+    (MSG_ZEROCOPY: net.core.optmem_max, or RLIMIT_MEMLOCK), EOPNOTSUPP (the socket cannot, or its
+    error queue is somebody's), cap (over zc_transport_cap or zc_loop_cap), path (adaptive: this
     connection's path copies anyway).
     queued_bytes: accepted and not sent. pinned_bytes: issued zero-copy and not released.
     stacks: zero-copy requests that ended a stack (see zc_eor_bytes in Settings).

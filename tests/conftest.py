@@ -1,12 +1,16 @@
 """Fixtures that give every test both backends, and loops that are always closed.
 
-`backend` is a parameter; `loop_factory` makes ordinary loops, `forced_loop_factory` loops that send every
-operation zero-copy. `run` runs one coroutine on such a loop, with a limit.
+`backend` is a parameter, of three variants where order and contract are tested: io_uring, epoll with
+MSG_ZEROCOPY, epoll that copies (AIOZC_ZEROCOPY=off, for child processes too; `support.copies` tells).
+Which passed how often is printed at the end of a run. `loop_factory` makes ordinary loops,
+`forced_loop_factory` loops that send every operation zero-copy. `run` runs one coroutine on such a
+loop, with a limit.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import functools
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -16,13 +20,46 @@ import pytest
 import aiozc
 
 LIMIT_SECONDS = 60.0
+VARIANTS = ["uring", "epoll", "epoll-copy"]
+COPYING_TOO = (
+    "test_contract",
+    "test_order",
+    "test_datagram_zc",
+    "test_attach",
+)  # beginnings of modules' names
 
 
-@pytest.fixture(params=["uring", "epoll"])
-def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "uring" and aiozc.capabilities().backend != "uring":
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    by_hand = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "backend" in metafunc.fixturenames and "backend" not in by_hand:
+        all_three = metafunc.module.__name__.startswith(COPYING_TOO)
+        metafunc.parametrize("backend", VARIANTS if all_three else VARIANTS[:2], indirect=True)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    variant = str(request.param)
+    request.node.user_properties.append(("variant", variant))
+    if variant == "uring" and aiozc.capabilities().backend != "uring":
         pytest.skip(f"no io_uring here: {aiozc.capabilities().reason}")
-    return str(request.param)
+    if variant == "epoll-copy":
+        monkeypatch.setenv("AIOZC_ZEROCOPY", "off")
+    return variant.removesuffix("-copy")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How many tests passed, by variant and by the loop that they ran on."""
+    passed: collections.Counter[tuple[str, str]] = collections.Counter()
+    for report in terminalreporter.stats.get("passed", ()):
+        told = dict(report.user_properties)
+        if report.when == "call" and "variant" in told:
+            passed[told.get("loop", "aiozc"), told["variant"]] += 1
+    loops = sorted({loop for loop, _ in passed})
+    if not loops:
+        return
+    terminalreporter.section("passed, by loop and variant (epoll: MSG_ZEROCOPY)")
+    for row in [("", *VARIANTS), *((loop, *(passed[loop, v] for v in VARIANTS)) for loop in loops)]:
+        terminalreporter.line(f"{row[0]:<10}" + "".join(f"{cell:>12}" for cell in row[1:]))
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ def test_send_measures_every_way_and_says_what_it_leaves_out() -> None:
     args = ["--sizes", "1200", "65536", "--parts", "4", "--family", "4"]
     document = told(bench("send", *args, "--json", *SHORT))
     left_out = {(row["protocol"], row["size"], row["mode"]): row for row in document["left_out"]}
-    expected = {"copy", "gather-copy", "msg-zerocopy", "zc", "zc-registered"}
+    expected = {"copy", "gather-copy", "msg-zerocopy", "zc", "zc-epoll", "zc-registered"}
     for protocol, size in (("tcp", 1200), ("tcp", 65536), ("udp", 1200), ("udp", 65536)):
         absent = {key[2] for key in left_out if key[:2] == (protocol, size)}
         wanted = expected | ({"sendfile"} if (protocol, size) == ("tcp", 65536) else set())
@@ -127,7 +127,8 @@ def test_send_measures_every_way_and_says_what_it_leaves_out() -> None:
     assert all(row["reason"] for row in document["left_out"])
     assert "proves no speed" in document["path_note"]
     for row in document["rows"]:
-        assert row["engine"] == ("aiozc uring" if row["mode"].startswith("zc") else "bare sockets")
+        engine = {"zc": "aiozc uring", "zc-registered": "aiozc uring", "zc-epoll": "aiozc epoll"}
+        assert row["engine"] == engine.get(row["mode"], "bare sockets")
         if row["mode"] == "gather-copy":
             assert row["parts_per_request"] == 4
         if row["mode"] in ("msg-zerocopy", "zc"):
@@ -191,10 +192,10 @@ def test_without_io_uring_the_rows_that_need_it_are_left_out_with_the_reason(
     document = told(bench("fanout", "--connections", "2", "--size", "5000", "--json", *SHORT))
     assert [(row["mode"], row["engine"]) for row in document["rows"]] == [("copy", "aiozc epoll")]
     assert document["left_out"]
-    assert all("no zero-copy here: " in row["reason"] for row in document["left_out"])
+    assert all("no zero-copy by io_uring here: " in row["reason"] for row in document["left_out"])
     result = bench("crossover", *SHORT)
     assert result.returncode == 1
-    assert result.stderr.startswith("error: no zero-copy here: ")
+    assert result.stderr.startswith("error: no zero-copy by io_uring here: ")
 
 
 def test_a_plot_is_a_picture_and_one_that_cannot_be_written_costs_no_figure(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_the_buffer_is_locked_once_for_all(run, forced_loop_factory, monkeypatch
 
 @pytest.mark.parametrize("sndbuf", [SMALL_SNDBUF, LARGE_SNDBUF])
 def test_overwriting_it_after_the_return_changes_nothing_for_any_peer(
-    run, forced_loop_factory, backend, sndbuf
+    run, forced_loop_factory, sndbuf
 ):
     # Fails when: broadcast waits for `sent` instead of `released`, or for the first one only.
     content = pattern(3, MIB)
@@ -186,9 +186,8 @@ def test_overwriting_it_after_the_return_changes_nothing_for_any_peer(
             for peer, _ in others:
                 assert_same_stream(content, await peer.take(MIB))
             await asyncio.sleep(PAUSE)
-            if backend == "uring":
-                assert not task.done()
-                assert locked(buffer)
+            assert not task.done()
+            assert locked(buffer)
             read = asyncio.ensure_future(last[0].take(MIB, step=4096))
             assert (await soon(task)).sent == tuple(writers)
             assert not locked(buffer)
@@ -378,7 +377,7 @@ def test_wait_queues_a_slow_writer_later_and_does_not_delay_the_others(run, forc
     run(main(), forced_loop_factory)
 
 
-def test_abort_resets_a_slow_writer_and_ends_its_pins(run, forced_loop_factory, backend):
+def test_abort_resets_a_slow_writer_and_ends_its_pins(run, forced_loop_factory):
     # Fails when: the transport's abort() is used, which leaves the pins to the peer.
     async def main():
         async with AsyncExitStack() as stack:
@@ -389,7 +388,7 @@ def test_abort_resets_a_slow_writer_and_ends_its_pins(run, forced_loop_factory, 
             await soon(op.sent)
             writer.write(b"A" * (32 * MIB))
             await asyncio.sleep(PAUSE)
-            assert locked(early) == (backend == "uring")
+            assert locked(early)
             read = asyncio.ensure_future(fast[0].take(1000))
             message = bytearray(b"B") * 1000
             result = await soon(broadcast([writer, fast[1]], message, on_slow="abort"), 5)

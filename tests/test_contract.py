@@ -4,9 +4,9 @@ Owns the cases in which the caller, the loop and a stalled peer are all alive; w
 of them goes away in the middle is in test_contract_lifetime.py, the limits in
 test_contract_limits.py. Written from the contract alone: nothing here looks into the loop.
 
-Both backends keep one contract. The one difference, asserted wherever it matters: with "uring"
-(and zero-copy forced) the kernel reads the pages until the peer took the bytes, so `released` comes
-after `sent`; with "epoll" the bytes were copied, so `released` comes with `sent` and the path is
+Both backends keep one contract. The one difference, asserted wherever it matters: where zero-copy is
+forced the kernel reads the pages until the peer took the bytes, so `released` comes after `sent`; where
+the bytes were copied (the third variant, see conftest.py) `released` comes with `sent` and the path is
 "copied".
 
 A comment "Fails when" names the protection whose removal makes that test fail.
@@ -43,6 +43,7 @@ from support import (
     accepted_by_kernel,
     assert_prefix,
     assert_stream,
+    copies,
     eventually,
     in_thread,
     numbers,
@@ -111,7 +112,7 @@ def assert_unlocked(buffer: bytearray) -> None:
 
 
 def is_released_with_sent(backend: str) -> bool:
-    return backend == "epoll"
+    return copies(backend)
 
 
 # --- the two stages -------------------------------------------------------------------------
@@ -1029,8 +1030,8 @@ def test_order_and_contract_survive_a_fall_back_in_mid_stream(
     # Fails when: a part that the kernel refused zero-copy is sent out of its turn, sent twice, or
     # its operation is never released.
     async def main() -> None:
-        if backend == "epoll":
-            pytest.skip("every send copies on epoll: there is nothing to fall back from")
+        if copies(backend):
+            pytest.skip("every send copies: there is nothing to fall back from")
         loop = asyncio.get_running_loop()
         expected = [(1 + turn, 10_000 + turn * 500) for turn in range(100)]
         async with stalled(sndbuf=256 * KIB) as (peer, writer):

@@ -99,7 +99,7 @@ def thread(function, *args):
         raise value
     return value
 new_loop = functools.partial(
-    aiozc.new_event_loop, backend="uring", adaptive=False, zc_threshold=0)
+    aiozc.new_event_loop, backend=os.environ["BACKEND"], adaptive=False, zc_threshold=0)
 loop = new_loop()
 go = lambda coro: loop.run_until_complete(asyncio.wait_for(coro, 20))
 """
@@ -123,9 +123,8 @@ def in_namespace(body: str, *args: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def uring(backend: str) -> None:
-    if backend == "epoll":
-        pytest.skip("epoll pins nothing")
+def named(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKEND", backend)
 
 
 @HOSTS
@@ -188,6 +187,8 @@ def test_a_full_send_buffer_reorders_nothing(host: str) -> None:
     in_namespace(
         """
 import random
+# The device is emptied by the sender, or by a timer on another processor: then the kernel reorders.
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 peer = far_socket(sys.argv[1])
 slow("400mbit")
 random.seed(7)
@@ -302,7 +303,11 @@ loop.close()
     )
 
 
-def test_a_closed_endpoints_port_is_free_while_its_memory_is_pinned() -> None:
+def test_a_closed_endpoints_port_is_free_while_its_memory_is_pinned(backend: str) -> None:
+    if backend == "epoll":
+        pytest.skip(
+            "its error queue is read by a duplicate, which keeps the port: see the next test"
+        )
     in_namespace(
         """
 peer = far_socket("10.9.0.2")
@@ -323,6 +328,34 @@ async def main():
     assert (await op).nbytes == 8000
 go(main())
 assert loop.zc_stats().pinned_bytes == 0
+loop.close()
+"""
+    )
+
+
+def test_a_closed_endpoint_on_epoll_gives_its_port_back_with_its_memory(backend: str) -> None:
+    # Fails when: no duplicate is kept, for then nobody is told; or when it is kept for good.
+    if backend == "uring":
+        pytest.skip("a ring tells without a duplicate")
+    in_namespace(
+        """
+peer = far_socket("10.9.0.2")
+slow("100kbit")
+async def main():
+    buffer = bytearray(8000)
+    transport, op = await pinned("10.9.0.2", buffer, local_addr=("10.9.0.1", 4444))
+    before = len(os.listdir("/proc/self/fd"))
+    transport.close()
+    while transport._sock is not None:
+        await asyncio.sleep(0)
+    assert not op.released.done()
+    assert (await op).nbytes == 8000
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+    buffer.append(1)
+    again = await endpoint("10.9.0.2", local_addr=("10.9.0.1", 4444))
+    again.abort()
+go(main())
+assert loop.zc_stats().pinned_bytes == loop.zc_stats().notifications_outstanding == 0
 loop.close()
 """
     )

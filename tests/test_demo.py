@@ -71,19 +71,18 @@ def test_a_small_demo_prints_every_row_and_no_speed_up(backend: str) -> None:
     assert not re.search(r"faster|speed-?up|times as", text)
 
 
-def test_forced_zero_copy_pins_and_is_notified_under_uring_only(backend: str) -> None:
+def test_forced_zero_copy_pins_and_is_notified(backend: str) -> None:
     result = demo(backend, "--forced")
     assert result.returncode == 0, result.stderr
     rows = table(result.stdout)
+    requests, zero_copy = map(int, re.findall(r"\d+", rows["requests"]))
+    assert 0 < zero_copy <= requests
+    assert rows["peak pinned"] != "0 B"
     if backend == "uring":
-        requests, zero_copy = map(int, re.findall(r"\d+", rows["requests"]))
-        assert 0 < zero_copy <= requests
         assert int(rows["notifications"]) >= zero_copy
-        assert rows["peak pinned"] != "0 B"
-    else:
-        assert rows["notifications"] == "0"
+    else:  # one that met ENOBUFS has none
+        assert 0 < int(rows["notifications"]) <= zero_copy
         assert rows["path (of results)"] == "copied: 51"
-        assert rows["peak pinned"] == "0 B"
 
 
 @pytest.mark.parametrize("args", [(), ("--forced",)], ids=["adaptive", "forced"])

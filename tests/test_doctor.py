@@ -95,7 +95,21 @@ def test_epoll_by_the_environment_is_a_fall_back() -> None:
     assert (code, report["backend"], report["zerocopy"]) == (1, "epoll", False)
     assert "backend-forced" in ids(report)
     assert report["selftest"]["ok"]
+    assert report["engine"] == "msg_zerocopy"
+    assert report["selftest"]["zero_copy_requests"] == selftest.ROUNDS + 1
+    assert report["selftest"]["registered_requests"] == 0
+
+
+def test_epoll_with_zero_copy_switched_off_copies() -> None:
+    code, report = examined(
+        "-m", "aiozc", "doctor", "--json", AIOZC_BACKEND="epoll", AIOZC_ZEROCOPY="off"
+    )
+    check(report)
+    assert (code, report["engine"], report["zerocopy"]) == (1, "copy", False)
+    assert ids(report) >= {"backend-forced", "zerocopy-off"}
     assert report["selftest"]["zero_copy_requests"] == 0
+    assert "switched off" in report["reason"]
+    assert "everything works, sends are copied" in text.render(report, coloured=False)
 
 
 @NEEDS_RING
@@ -113,7 +127,9 @@ def test_a_filter_that_forbids_io_uring(error: int) -> None:
     assert report["limits"]["seccomp"] == 2
     (finding,) = [f for f in report["findings"] if f["id"] == "seccomp"]
     assert "io_uring_setup" in finding["remedy"]
-    assert not any(report["features"].values())
+    assert [name for name, has in report["features"].items() if has] == ["msg_zerocopy"]
+    assert report["engine"] == "msg_zerocopy"
+    assert "everything works, zero-copy goes by MSG_ZEROCOPY" in text.render(report, coloured=False)
 
 
 def test_uring_demanded_where_it_is_forbidden_is_broken() -> None:

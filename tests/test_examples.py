@@ -196,7 +196,7 @@ def test_the_weights_server_answers_as_http_says(backend: str) -> None:
 def test_the_protocol_example_names_its_connections_zero_copy_engine(backend: str) -> None:
     with running_server("echo_protocol", backend, clients=1) as (_, port):
         client = run_client("echo_protocol", backend, port)
-    engine = {"uring": "uring", "epoll": "copy"}[backend]
+    engine = {"uring": "uring", "epoll": "msg_zerocopy"}[backend]
     assert client.stdout.endswith(f"engine {engine}\n"), client.stdout
 
 

@@ -135,7 +135,7 @@ def test_two_thousand_sends_to_stalled_readers_all_release_when_they_drain(
 
 
 def test_two_thousand_sends_on_a_hundred_connections_in_one_turn_all_complete(
-    run, backend, forced_loop_factory
+    run, forced_loop_factory
 ):
     async def main():
         loop = asyncio.get_running_loop()
@@ -144,8 +144,7 @@ def test_two_thousand_sends_on_a_hundred_connections_in_one_turn_all_complete(
         for index in range(2000):
             writer = streams[index % 100][1]
             operations.append(writer.zc_submit(pattern(index, 1 + index * 7 % 5000)))
-        if backend == "uring":
-            assert not any(operation.released.done() for operation in operations)
+        assert not any(operation.released.done() for operation in operations)
         for operation in operations:
             await limited(operation.sent)
         expected = [
@@ -311,9 +310,7 @@ def test_a_listener_can_be_bound_again_right_after_it_closed(run):
 # --- threads -----------------------------------------------------------------------------------
 
 
-def test_a_loop_moves_through_three_threads_with_a_stalled_send_and_an_armed_receive(
-    loop_factory, backend
-):
+def test_a_loop_moves_through_three_threads_with_a_stalled_send_and_an_armed_receive(loop_factory):
     # CASES 29: a ring answers only the thread that made it.
     loop = loop_factory(adaptive=False, zc_threshold=0)
     with closing(loop):
@@ -349,8 +346,7 @@ def test_a_loop_moves_through_three_threads_with_a_stalled_send_and_an_armed_rec
                 lambda: state["protocol"].data == b"one early two three", what="data, thread 3"
             )
             assert not state["waiting"].sent.done()
-            if backend == "uring":
-                assert not state["accepted"].released.done()
+            assert not state["accepted"].released.done()
             state["reader"].go()
             for name, content in (("accepted", first), ("waiting", second)):
                 result = await limited(state[name].released)
@@ -399,9 +395,7 @@ def test_data_that_waits_when_the_loop_changes_its_thread_is_not_received_over(l
         in_thread(loop.run_until_complete, finish())
 
 
-def test_a_reader_that_drains_between_two_runs_releases_in_the_next_run(
-    forced_loop_factory, backend
-):
+def test_a_reader_that_drains_between_two_runs_releases_in_the_next_run(forced_loop_factory):
     with closing(forced_loop_factory()) as loop:
         content = pattern(0, 400_000)
 
@@ -412,8 +406,7 @@ def test_a_reader_that_drains_between_two_runs_releases_in_the_next_run(
             return writer, peer, operation
 
         writer, peer, operation = in_thread(loop.run_until_complete, begin())
-        if backend == "uring":
-            assert not operation.released.done()
+        assert not operation.released.done()
         assert_same_stream(content, receive_now(peer, len(content)))
 
         async def finish():
@@ -850,7 +843,7 @@ def test_signals_during_traffic_do_not_disturb_the_stream(run):
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
 @pytest.mark.parametrize("guilty", range(5))
 def test_an_exit_out_of_one_protocol_costs_no_other_connection_its_data(
-    loop_factory, backend, guilty, error
+    loop_factory, guilty, error
 ):
     # CASES 39: five connections and a notification have become ready in the same turn.
     class Guilty(Recorder):
@@ -867,8 +860,7 @@ def test_an_exit_out_of_one_protocol_costs_no_other_connection_its_data(
             operation = writer.zc_submit(content)
             await limited(operation.sent)
             await asyncio.sleep(0.05)
-            if backend == "uring":
-                assert not operation.released.done()
+            assert not operation.released.done()
             return made, writer, stalled, operation
 
         made, writer, stalled, operation = loop.run_until_complete(begin())
@@ -1181,7 +1173,7 @@ def test_receiving_goes_on_over_three_hundred_short_runs(loop_factory):
 
 
 def test_close_with_a_stalled_peer_returns_and_leaks_the_memory_on_purpose(
-    forced_loop_factory, backend, caplog
+    forced_loop_factory, caplog
 ):
     # CASES 27: the kernel still reads the pages, so neither the memory nor its lock may go.
     content = pattern(0, 400_000)
@@ -1195,8 +1187,7 @@ def test_close_with_a_stalled_peer_returns_and_leaks_the_memory_on_purpose(
         return writer, peer, operation
 
     writer, peer, operation = loop.run_until_complete(main(buffer))
-    if backend == "uring":
-        assert not operation.released.done()
+    assert not operation.released.done()
     with warnings.catch_warnings(record=True) as warned, caplog.at_level(logging.DEBUG):
         warnings.simplefilter("always")
         began = time.monotonic()
@@ -1204,16 +1195,14 @@ def test_close_with_a_stalled_peer_returns_and_leaks_the_memory_on_purpose(
         took = time.monotonic() - began
     assert loop.is_closed()
     assert took < 2.0, f"loop.close() took {took:.1f} s"
-    if backend == "uring":
-        said = [str(w.message) for w in warned] + [r.getMessage() for r in caplog.records]
-        assert any("releas" in text or "pinned" in text or "leak" in text for text in said), said
-        with pytest.raises(BufferError):
-            buffer.extend(b"x")
+    said = [str(w.message) for w in warned] + [r.getMessage() for r in caplog.records]
+    assert any("releas" in text or "pinned" in text or "leak" in text for text in said), said
+    with pytest.raises(BufferError):
+        buffer.extend(b"x")
     del writer, operation, loop
     collect()
-    if backend == "uring":
-        with pytest.raises(BufferError):  # still locked with every Python reference gone
-            buffer.extend(b"x")
+    with pytest.raises(BufferError):  # still locked with every Python reference gone
+        buffer.extend(b"x")
     del buffer
     collect()
     bait = [bytes([OVERWRITTEN]) * 400_000 for _ in range(8)]
@@ -1450,8 +1439,7 @@ def test_a_forked_child_runs_a_loop_of_its_own_and_the_parent_notices_nothing(ba
                     return done
                 await eventually(exited, 20, "the child's exit")
                 assert os.waitstatus_to_exitcode(status) == 0, status
-            if backend == "uring":
-                assert not held.released.done()
+            assert not held.released.done()
             from order_support import receive
             assert_same_stream(pattern(9, 300_000), await receive(peer, 300_000))
             await asyncio.wait_for(held.released, 10)
@@ -1507,7 +1495,7 @@ def test_a_forked_child_may_go_on_with_the_idle_loop_of_its_parent(backend):
     )
 
 
-def test_subprocesses_work_while_operations_are_in_flight(run, backend, forced_loop_factory):
+def test_subprocesses_work_while_operations_are_in_flight(run, forced_loop_factory):
     # CASES 30: fork, then exec in the child, while notifications are outstanding.
     async def main():
         _, writer, peer = await open_stream(sndbuf=1 << 20, rcvbuf=65536)
@@ -1526,8 +1514,7 @@ def test_subprocesses_work_while_operations_are_in_flight(run, backend, forced_l
             out, _ = await limited(process.communicate(text))
             assert out == text
             assert process.returncode == 0
-        if backend == "uring":
-            assert not held.released.done()
+        assert not held.released.done()
         assert not queued.sent.done()
         assert_same_stream([content, more], await receive(peer, len(content) + len(more)))
         await limited(held.released)

@@ -114,8 +114,7 @@ def test_turns_that_never_wait_still_see_what_overflowed(run, backend, loop_fact
             for operation in operations:
                 await limited(operation.sent)
             waited = [operation.released for operation in operations]
-            if backend == "uring":
-                assert not any(one.done() for one in waited)
+            assert not any(one.done() for one in waited)
             for _, _, peer in streams:
                 assert receive_now(peer, len(content)) == content
         time.sleep(0.3)  # all of it is ready before the loop looks
@@ -241,11 +240,8 @@ def test_the_calls_of_one_turn_leave_in_few_requests(run, forced_loop_factory, c
     run(main(), forced_loop_factory)
 
 
-def test_one_request_at_a_time_and_at_most_a_megabyte_is_issued(run, backend, forced_loop_factory):
+def test_one_request_at_a_time_and_at_most_a_megabyte_is_issued(run, forced_loop_factory):
     # What is queued behind a full socket is locked, not pinned.
-    if backend != "uring":
-        pytest.skip("nothing is ever pinned here")
-
     async def main():
         _, writer, peer = await open_stream(sndbuf=65536, rcvbuf=65536)
         operations = [writer.zc_submit(pattern(index, 1 << 20)) for index in range(16)]
@@ -271,7 +267,7 @@ def test_one_request_at_a_time_and_at_most_a_megabyte_is_issued(run, backend, fo
 
 @pytest.mark.parametrize("size", [1, 4000, 100_000])
 def test_a_stalled_reader_lets_later_operations_be_sent_until_the_socket_is_full(
-    run, backend, forced_loop_factory, size
+    run, forced_loop_factory, size
 ):
     # CASES 12: whoever waits for each notification before the next send stops at the first.
     async def main():
@@ -295,9 +291,8 @@ def test_a_stalled_reader_lets_later_operations_be_sent_until_the_socket_is_full
         if size == 100_000:
             assert sent < len(operations)  # it did get full
             assert unacknowledged(writer) > 200_000
-        if backend == "uring":
-            assert not any(operation.released.done() for operation in operations)
-            assert stats().pinned_bytes >= sent * size
+        assert not any(operation.released.done() for operation in operations)
+        assert stats().pinned_bytes >= sent * size
         reader = Reader(peer)
         for operation in operations:
             await limited(operation.released)
@@ -343,7 +338,7 @@ def test_other_connections_go_at_full_rate_beside_a_stalled_one(run, forced_loop
 # --- a saturated stream ------------------------------------------------------------------------------
 
 
-def check_pinned_memory(run, backend, forced_loop_factory, part: int, seconds: float) -> None:
+def check_pinned_memory(run, forced_loop_factory, part: int, seconds: float) -> None:
     rate = 20e6
 
     async def main():
@@ -388,17 +383,16 @@ def check_pinned_memory(run, backend, forced_loop_factory, part: int, seconds: f
         print(f"worst sample: {worst[0]} pinned, {worst[1]} unacknowledged; {figures}")
         for pinned, unacked in samples:
             assert pinned <= 1.5 * (unacked + (64 << 10) + (1 << 20)), (pinned, unacked)
-        if backend == "uring":
-            assert max(pinned for pinned, _ in samples) > 64 << 10, "nothing was ever pinned"
-            assert figures.notifications > 10, "no notification in a busy stream"
+        assert max(pinned for pinned, _ in samples) > 64 << 10, "nothing was ever pinned"
+        assert figures.notifications > 10, "no notification in a busy stream"
 
     run(main(), forced_loop_factory)
 
 
 @pytest.mark.parametrize("part", [4000, 262_144])
-def test_pinned_memory_follows_what_is_unacknowledged(run, backend, forced_loop_factory, part):
+def test_pinned_memory_follows_what_is_unacknowledged(run, forced_loop_factory, part):
     # CASES 13: without bounds to stacking, a busy stream pins everything that it ever sent.
-    check_pinned_memory(run, backend, forced_loop_factory, part, 2.0)
+    check_pinned_memory(run, forced_loop_factory, part, 2.0)
 
 
 @pytest.mark.slow
@@ -406,7 +400,7 @@ def test_pinned_memory_follows_what_is_unacknowledged(run, backend, forced_loop_
 def test_pinned_memory_follows_what_is_unacknowledged_for_long(
     run, backend, forced_loop_factory, part
 ):
-    check_pinned_memory(run, backend, forced_loop_factory, part, 10.0)
+    check_pinned_memory(run, forced_loop_factory, part, 10.0)
 
 
 def test_releases_keep_coming_while_the_stream_is_busy(run, backend, forced_loop_factory):
@@ -458,13 +452,8 @@ def test_the_counters_add_up_after_a_transfer(run, backend, forced_loop_factory)
         assert after.notifications_outstanding == 0
         assert after.queued_peak >= before.queued_peak
         assert after.cq_overflows == 0
-        if backend == "uring":
-            assert after.zc_requests > before.zc_requests
-            assert after.notifications - before.notifications == (
-                after.zc_requests - before.zc_requests
-            )
-        else:
-            assert (after.zc_requests, after.notifications, after.pinned_peak) == (0, 0, 0)
+        assert after.zc_requests > before.zc_requests
+        assert after.notifications - before.notifications == after.zc_requests - before.zc_requests
         writer.close()
         assert_prefix(b"".join(pieces), await reader.aresult())
 

@@ -60,9 +60,9 @@ def test_a_peer_that_stops_reading_is_reset(run, forced_loop_factory, family):
             sock = peer.connect(sndbuf=SMALL_SNDBUF)
             _, writer = await asyncio.open_connection(sock=sock)
             began = time.monotonic()
-            buffer = bytearray(b"a" * 20_000)
+            buffer = bytearray(b"a" * 50_000)
             accepted = writer.zc_submit(buffer)
-            await soon(accepted.sent)  # into the two socket buffers, whole
+            await soon(accepted.sent)  # into the two socket buffers, whole; not all acknowledged
             waiting = writer.zc_submit(b"b" * MIB)
             queued = writer.zc_submit(b"c" * MIB)
             writer.write(b"d" * MIB)
@@ -85,22 +85,18 @@ def test_a_peer_that_stops_reading_is_reset(run, forced_loop_factory, family):
             assert (now.timeouts, now.connections) == (1, 0)
             data, was_reset = await in_thread(peer.read_until_reset)
             assert was_reset == (family == socket.AF_INET)
-            assert_prefix(data, [(97, 20_000), (98, MIB)])
+            assert_prefix(data, [(97, 50_000), (98, MIB)])
 
     run(main(), lambda: forced_loop_factory(zc_timeout=TIMEOUT))
 
 
-def test_pinned_bytes_count_without_anything_unsent(run, backend, forced_loop_factory):
-    # Fails when: only unsent bytes are looked at. epoll has none but those, and waits for ever.
+def test_pinned_bytes_count_without_anything_unsent(run, forced_loop_factory):
+    # Fails when: only unsent bytes are looked at.
     async def main() -> None:
         async with stalled() as (_, writer):
             op = writer.zc_submit(bytearray(MIB))
             await soon(op.sent)
             assert writer.transport.get_write_buffer_size() == 0
-            if backend == "epoll":
-                await asyncio.sleep(3 * TIMEOUT)
-                assert stats().timeouts == 0
-                return
             await assert_timed_out(op.released)
             assert isinstance(await lost(writer), TimeoutError)
             assert stats().pinned_bytes == 0

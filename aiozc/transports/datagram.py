@@ -91,7 +91,7 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
         if not conn.zc_ok:
             return ZeroCopyInfo("copy", 0, bool(conn.adaptive), "copied")
         path = path_name(conn.path) if conn.path else "unknown"
-        return ZeroCopyInfo("uring", int(conn.zc_threshold), bool(conn.adaptive), path)
+        return ZeroCopyInfo(self._reactor.engine, int(conn.zc_threshold), bool(conn.adaptive), path)
 
     if TYPE_CHECKING:  # fields of the native base
         _names: dict[Any, bytes]

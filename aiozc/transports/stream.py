@@ -46,9 +46,9 @@ Sendable = Union["bytes", "bytearray", "memoryview", Frozen, Sequence[Any], Any]
 class ZeroCopyInfo:
     """`transport.get_extra_info("zero_copy")`: what zc_* does on this connection.
 
-    engine: "uring", or "copy" where every send is copied. threshold: bytes of operations in one
-    request from which it goes zero-copy. path: what the kernel's last report that can be trusted said,
-    "zero-copy", "copied", or "unknown" before the first one.
+    engine: "uring", "msg_zerocopy" (on epoll), or "copy" where every send is copied. threshold: bytes
+    of operations in one request from which it goes zero-copy. path: what the kernel's last report that
+    can be trusted said, "zero-copy", "copied", or "unknown" before the first one.
     """
 
     engine: str
@@ -166,7 +166,7 @@ class StreamTransport(NativeTransport):
         if not conn.zc_ok or isinstance(self._protocol, hooks.SSLProtocol):
             return ZeroCopyInfo("copy", 0, bool(conn.adaptive), "copied")
         path = path_name(conn.path) if conn.path else "unknown"
-        return ZeroCopyInfo("uring", int(conn.zc_threshold), bool(conn.adaptive), path)
+        return ZeroCopyInfo(self._reactor.engine, int(conn.zc_threshold), bool(conn.adaptive), path)
 
     def _review(self) -> None:
         """After any change of what receiving depends on."""

@@ -18,7 +18,7 @@ SIZES = (1200, 4000, 8000, 65536)
 PARTS = (1, 8, 32, 64)
 PROTOCOLS = ("tcp", "udp")
 FAMILIES = (4, 6)
-MODES = ("copy", "gather-copy", "msg-zerocopy", "zc", "zc-registered", "sendfile")
+MODES = ("copy", "gather-copy", "msg-zerocopy", "zc", "zc-epoll", "zc-registered", "sendfile")
 REFERENCE = "reference"
 SENDFILE_LEAST = 65536
 # Payload of a datagram that leaves a device of 65,535 bytes MTU in one piece; fragments are copied.
@@ -88,10 +88,12 @@ def why_not(case: Case) -> str | None:
             return f"a datagram holds at most {most} bytes"
         if case.parts > UDP_SEGMENTS and case.mode != REFERENCE:
             return f"one UDP request holds at most {UDP_SEGMENTS} datagrams"
+    if case.mode == "zc-epoll" and not aiozc.capabilities().features["msg_zerocopy"]:
+        return "no MSG_ZEROCOPY here"
     if case.mode in ("zc", "zc-registered"):
         found = aiozc.capabilities()
-        if not found.zerocopy:
-            return f"no zero-copy here: {found.reason}"
+        if found.backend != "uring" or not found.zerocopy:
+            return f"no zero-copy by io_uring here: {found.reason}"
         if case.protocol == "udp" and not hasattr(DatagramTransport, "zc_sendto"):
             return "this version of aiozc has no zc_sendto for datagrams"
         if case.mode == "zc-registered" and not hasattr(aiozc, "BufferPool"):

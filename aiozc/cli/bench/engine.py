@@ -1,8 +1,8 @@
-"""Sending by aiozc's public API: one task on one uring loop, as an application would write it.
+"""Sending by aiozc's public API: one task on one loop, as an application would write it.
 
 Called by sender.py. `zc_submit` and `zc_drain` on TCP, `zc_sendto` on UDP; the fan-out of `bench fanout`
 is here too. The loop is told to try zero-copy always (adaptive=False, zc_threshold=0) where a mode is
-named so: the benchmark is to show what it costs, also where it does not pay.
+named so: the benchmark is to show what it costs, also where it does not pay. `zc-epoll` is MSG_ZEROCOPY.
 
 Never: changes a buffer that was submitted.
 """
@@ -22,18 +22,19 @@ from aiozc.cli.bench.errors import RowFailed
 from aiozc.cli.bench.job import Job, Result
 
 _LOOK_EVERY = 8  # submits between two looks at the clock
-_ZERO_COPY = ("zc", "zc-registered")
+_ZERO_COPY = ("zc", "zc-epoll", "zc-registered")
 _pools: list[Any] = []  # kept for the life of this process, which has one job
 
 
 def run(job: Job) -> Result:
     forced = job.mode in _ZERO_COPY
+    backend = "epoll" if job.mode == "zc-epoll" else "uring" if forced else None
     send = {"engine": _stream, "fanout": _fan_out}[job.engine]
     if job.protocol == "udp":
         send = _datagrams
     return aiozc.run(
         send(job),
-        backend="uring" if forced else None,
+        backend=backend,
         zerocopy="auto" if forced else "off",
         adaptive=not forced,
         zc_threshold=0,

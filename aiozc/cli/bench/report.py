@@ -121,7 +121,7 @@ def _print(told: dict[str, Any], columns: Sequence[Column], remarks: Sequence[st
 
 def _copied_all_the_same(told: dict[str, Any]) -> list[str]:
     """On the sink that should not be."""
-    asked = ("msg-zerocopy", "zc", "zc-registered")
+    asked = ("msg-zerocopy", "zc", "zc-epoll", "zc-registered")
     labels = [
         row["label"]
         for row in told["rows"]

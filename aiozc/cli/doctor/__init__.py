@@ -27,7 +27,7 @@ def register(subparsers: Any) -> None:
         help="what this machine can do, and what to do about the rest",
         description="Says what this machine can do, tries it with a self-test over loopback, and says what "
         "to do about the rest. Changes nothing and needs no privilege: run it as the real program runs.",
-        epilog="Exit code: 0 usable zero-copy, 1 fall-back (sends are copied), 2 broken.",
+        epilog="Exit code: 0 usable zero-copy by io_uring, 1 fall-back (MSG_ZEROCOPY, or copying), 2 broken.",
     )
     parser.add_argument("--json", action="store_true", help="for programs; see docs/doctor.md")
     parser.set_defaults(run=run)
@@ -50,18 +50,20 @@ def examine() -> dict[str, Any]:
     test = {"ok": False, "error": refused} if refused else selftest.run()
     limits = _limits(here)
     found = findings.find(can, error, refused, here, limits, test)
+    ran = test.get("backend", can.backend)  # a loop may get no ring though the probe got one
+    engine = "copy"
+    if can.zerocopy and test.get("zero_copy_requests"):
+        engine = "uring" if ran == "uring" else "msg_zerocopy"
     if any(finding.severity == "error" for finding in found):
         status = "broken"
-    elif can.zerocopy and test.get("zero_copy_requests"):
-        status = "zero-copy"
     else:
-        status = "fall-back"
-    ran = test.get("backend", can.backend)  # a loop may get no ring though the probe got one
+        status = "zero-copy" if engine == "uring" else "fall-back"
     return {
         "status": status,
         "version": aiozc.__version__,
         "backend": None if refused else ran,
         "zerocopy": status == "zero-copy",
+        "engine": engine,
         "reason": refused or (can.reason if ran == can.backend else test["reason"]),
         "kernel": can.kernel,
         "arch": here.arch,

@@ -42,6 +42,8 @@ def find(
         found += _self_test(test)
     if can.backend == "epoll":
         found += _no_ring(can, error, machine)
+        if can.zerocopy and error != errno.ENOMEM:  # that finding has the same remedy
+            found += _memlock(machine, limits)
     elif can.zerocopy:
         found += _memlock(machine, limits)
         found += _never_tried(can, test)
@@ -140,7 +142,7 @@ def _no_ring(can: Capabilities, error: int, machine: Machine) -> Iterator[Findin
         yield Finding(
             "no-ring",
             "warning",
-            f"no ring can be made: {can.reason.removesuffix('; sends are copied')}",
+            f"no ring can be made: {can.reason.partition('; ')[0]}",
             "raise RLIMIT_NOFILE (ulimit -n)" if error == errno.EMFILE else "see the error",
         )
     elif missing := [n for n in ("recv_multishot", "buf_ring") if not can.features[n]]:

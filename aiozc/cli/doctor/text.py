@@ -15,7 +15,7 @@ from typing import Any
 _CODES = {"green": 32, "yellow": 33, "red": 31, "dim": 2, "bold": 1}
 _STATUS = {
     "zero-copy": ("green", "usable zero-copy"),
-    "fall-back": ("yellow", "fall-back: everything works, sends are copied"),
+    "fall-back": ("yellow", "fall-back: everything works, "),
     "broken": ("red", "broken"),
 }
 _SEVERITY = {"error": "red", "warning": "yellow", "info": "dim"}
@@ -36,6 +36,9 @@ def render(report: Mapping[str, Any], coloured: bool) -> str:
     paint = _Paint(coloured)
     width = min(shutil.get_terminal_size((_WIDTH, 24)).columns, _WIDTH)
     colour, words = _STATUS[report["status"]]
+    if report["status"] == "fall-back":
+        by = {"msg_zerocopy": "zero-copy goes by MSG_ZEROCOPY"}
+        words += by.get(report["engine"], "sends are copied")
     lines = [f"{paint('bold', 'aiozc ' + report['version'])}: {paint(colour, words)}", ""]
     for label, value in _facts(report, paint):
         if "\x1b" in value:  # short, and its length is not its width
