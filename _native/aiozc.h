@@ -295,6 +295,7 @@ typedef struct azc_api {
     int (*drained)(azc_conn *c);
     void (*ask_low)(azc_conn *c);
     int (*sendto)(azc_conn *c, const char *p, size_t n, const char *name, size_t namelen);
+    int (*copy_now)(azc_conn *c);
     azc_op *(*zc_sendto)(azc_conn *c, const azc_iov *parts, size_t n, const char *name,
                          size_t namelen, int segment);
 } azc_api;

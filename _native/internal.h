@@ -256,9 +256,10 @@ struct conn {
     int8_t local; /* is the peer on this machine? 0: not looked at yet; -1: no */
     uint8_t copied_in_row, reports;
     uint64_t probe_at, probe_gap;
-    bool held;      /* azc_conn_hold */
-    bool want_out;  /* the socket was full: wait until it is writable */
-    bool out_armed; /* uring: a poll for that is with the kernel */
+    uint64_t direct, direct_turn; /* bytes that azc_copy_now sent in that turn */
+    bool held;                    /* azc_conn_hold */
+    bool want_out;                /* the socket was full: wait until it is writable */
+    bool out_armed;               /* uring: a poll for that is with the kernel */
     uint32_t ep_mask;
     struct errq eq; /* epoll: requests by the ids of their sends */
     bool edges;     /* epoll: its error queue is another's to read, so no levels */
@@ -346,6 +347,7 @@ struct azc_reactor {
     bool detaching;
     struct stall stall;
     uint64_t turn; /* what turn_ns read in this turn; 0: not yet */
+    uint64_t turns;
     pid_t pid;
 #ifdef AIOZC_FAULTS
     struct faults faults;

@@ -117,6 +117,7 @@ extern PyType_Spec operation_spec;
 PyObject *operation_new(PyObject *type, PyObject *loop, PyObject *reactor, PyObject *keep);
 void operation_start(PyObject *op, azc_conn *conn, azc_op *native);
 int operation_finish(PyObject *op, int error, int path);
+int operation_settle(PyObject *op, PyObject *held);
 
 /* ---- parts.c ---- */
 

@@ -132,6 +132,23 @@ int operation_finish(PyObject *o, int error, int path)
     return done;
 }
 
+/* If it was released within the call that queued it: give the locks back now. Its event comes, too,
+ * and finds nobody. */
+int operation_settle(PyObject *o, PyObject *held)
+{
+    Op *self = (Op *)o;
+    if (!self->native || self->native->state != AZC_RELEASED)
+        return 0;
+    PyObject *token = PyLong_FromUnsignedLongLong(self->native->token);
+    int rc = token ? PyDict_DelItem(held, token) : -1;
+    Py_XDECREF(token);
+    if (rc < 0) {
+        PyErr_Clear(); /* then the event does it */
+        return 0;
+    }
+    return operation_finish(o, 0, self->native->path);
+}
+
 static PyObject *op_part(Op *self, PyObject *ignored)
 {
     (void)ignored;

@@ -10,6 +10,7 @@
 
 #include <structmember.h>
 
+#define COPY_NOW 65536  /* smaller ones are worth gathering */
 #define GIL_BYTES 16384 /* azc_write copies smaller writes; larger ones may be a system call */
 
 static Py_ssize_t base_size;
@@ -149,6 +150,22 @@ static PyObject *review_queue(PyObject *self, struct fields *f, PyObject *op)
     return op;
 }
 
+/* A large operation on a path that copies, as far as anybody knows, is sent within the call. It is
+ * held by now, so the GIL may be given up. Takes and gives the reference to `op`. */
+static PyObject *send_copies(struct fields *f, PyObject *op)
+{
+    azc_conn *conn = f->conn;
+    if (!op || conn->path != AZC_PATH_COPIED || !conn->adaptive || conn->unsent < COPY_NOW)
+        return op;
+    int went;
+    Py_BEGIN_ALLOW_THREADS;
+    went = api->copy_now(conn);
+    Py_END_ALLOW_THREADS;
+    if (went && operation_settle(op, f->held) < 0)
+        Py_CLEAR(op);
+    return op;
+}
+
 /* zc_write(data): a buffer or a list of buffers on an open transport. */
 static PyObject *tr_zc_write(PyObject *self, PyObject *data)
 {
@@ -164,7 +181,7 @@ static PyObject *tr_zc_write(PyObject *self, PyObject *data)
     /* Locking may have run code of the buffers' owners. */
     int usual = parts_bytes(parts) && f->open == OPEN_STREAM && !f->closing && f->conn;
     if (op && usual)
-        op = admit(f, op, parts_queue(parts, f->conn));
+        op = send_copies(f, admit(f, op, parts_queue(parts, f->conn)));
     else if (op)
         Py_SETREF(op, call1(self, n__zc_write, parts));
     Py_DECREF(parts);

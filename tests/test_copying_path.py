@@ -1,0 +1,72 @@
+"""Large operations on a path that is known to copy: sent within the call, with the contract unchanged.
+
+Loopback is such a path, once the kernel has reported it twice; on epoll the same by MSG_ZEROCOPY.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any
+
+from support import LARGE_SNDBUF, MIB, StalledReader, in_thread, soon
+
+import aiozc
+
+
+def test_a_large_operation_on_a_path_that_copies_is_done_within_the_call(run, backend) -> None:
+    # Fails when: the locks are given back only by the event (operation_settle), or bytes that are queued before
+    # it are overtaken (copy_now in reactor.c).
+    async def main() -> None:
+        loop: Any = asyncio.get_running_loop()
+        with StalledReader(rcvbuf=4 * MIB) as peer:
+            sock = peer.connect(sndbuf=LARGE_SNDBUF)
+            _, writer = await aiozc.open_connection(sock=sock)
+            reading = asyncio.ensure_future(peer.take(32 * 100_000))
+            for _ in range(32):  # until two trusted reports said so
+                await soon(writer.zc_send(bytearray(b"a" * 100_000)))
+            await soon(reading)
+            for number in range(3):
+                held = len(loop._reactor.held)
+                buffer = bytearray([number]) * 200_000
+                writer.write(b"before")
+                op = writer.zc_submit(buffer)
+                assert op.released.done()
+                assert not op.withdraw()
+                buffer.extend(b"free, and not seen by the peer")
+                assert len(loop._reactor.held) == held
+                assert (await op).path == "copied"
+                data = await soon(in_thread(lambda: peer.read(200_006)))
+                assert data == b"before" + bytes([number]) * 200_000
+            assert loop.zc_stats().operations_live <= 3  # their events come with the next turn
+            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
+            assert loop.zc_stats().operations_live == loop.zc_stats().queued_bytes == 0
+            writer.close()
+
+    run(main(), functools.partial(aiozc.new_event_loop, backend=backend))
+
+
+def test_who_sends_much_on_a_path_that_copies_leaves_others_their_turn(run, backend) -> None:
+    # Fails when: copy_now in reactor.c has no bound a turn.
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with StalledReader(rcvbuf=None) as peer:
+            _, writer = await aiozc.open_connection(sock=peer.connect(sndbuf=LARGE_SNDBUF))
+            data = b"s" * 100_000
+            reading = asyncio.ensure_future(peer.take(32 * len(data)))
+            for _ in range(32):  # until two trusted reports said so
+                await soon(writer.zc_send(data))
+            await soon(reading)
+            await asyncio.sleep(0.01)
+            turned = loop.create_future()
+            loop.call_soon(turned.set_result, None)
+            calls = 0
+            while not turned.done():
+                await writer.zc_send(data)  # the socket takes 8 MiB, and nobody reads
+                calls += 1
+            assert 1 < calls <= 1 + 4 * MIB // len(data) + 1
+            peer.reset()
+            writer.transport.abort()
+
+    run(main(), functools.partial(aiozc.new_event_loop, backend=backend))
