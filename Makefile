@@ -21,12 +21,12 @@ ASAN_DEPS := $(ASAN)/.deps-test
 DEPS += $(VENV)/.deps-package $(VENV)/.deps-docs
 NATIVE := $(wildcard _native/*.c _native/*.h _native/*.py _native/fast/*.c _native/fast/*.h)
 PACKAGE := $(shell find aiozc -name '*.py')
-C_FILES := $(wildcard _native/*.c _native/*.h _native/fast/*.c _native/fast/*.h bench/*.c bench/*.h bench/*/*.c)
+C_FILES := $(wildcard tests/native/*.c tests/native/*.h _native/*.c _native/*.h _native/fast/*.c _native/fast/*.h bench/*.c bench/*.h bench/*/*.c)
 # What changes the native module without changing a file of it.
-FLAVOUR := werror=$(AIOZC_WERROR) sanitize=$(AIOZC_SANITIZE) CC=$(CC) CFLAGS=$(CFLAGS)
+FLAVOUR := werror=$(AIOZC_WERROR) sanitize=$(AIOZC_SANITIZE) faults=$(AIOZC_FAULTS) CC=$(CC) CFLAGS=$(CFLAGS)
 FLAVOUR += static=$(AIOZC_STATIC_LIBURING)
 
-.PHONY: build demo test slow full asan conformance frameworks lint format bench-echo bench-peers \
+.PHONY: build demo test slow full asan faults native conformance frameworks lint format bench-echo bench-peers \
 	clean distclean bootstrap FORCE
 .NOTPARALLEL:
 
@@ -42,7 +42,11 @@ test: build
 slow: build
 	$(PY) -m pytest tests -m slow $(ARGS) || [ $$? -eq 5 ]
 
-full: test slow asan conformance frameworks
+full: test slow asan faults conformance frameworks
+
+# The C programs, with leaks looked for, under Valgrind, with many seeds.
+native: build
+	$(PY) -m pytest tests/test_native.py $(ARGS)
 
 conformance: build $(VENV)/.deps-conformance
 	$(PY) scripts/conformance.py $(ARGS)
@@ -131,24 +135,30 @@ $(VENV)/.native: $(NATIVE) $(VENV)/.deps-test $(VENV)/.flavour \
 $(VENV)/.flavour: FORCE | $(PY)
 	@echo '$(FLAVOUR)' | cmp -s - $@ || echo '$(FLAVOUR)' > $@
 
-# A copy of the package, sanitized, installed in an environment of its own: the module in the
-# working tree stays what it is. PYTHONSAFEPATH keeps child interpreters from importing that one.
-# Left out: bounds on resident memory, which mean nothing under a sanitizer, and the scripts' own tests.
-asan: $(ASAN)/.native
-	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+# A copy of the package, sanitized and with fault knobs, installed in an environment of its own: the
+# module in the working tree stays what it is. PYTHONSAFEPATH keeps child interpreters from importing
+# that one.
+SANITIZED := LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0,abort_on_error=1 \
 	UBSAN_OPTIONS=halt_on_error=1,print_stacktrace=1 \
-	PYTHONMALLOC=malloc PYTHONSAFEPATH=1 \
-	$(ASAN_PY) -m pytest tests -m "not slow" --capture=sys \
+	PYTHONMALLOC=malloc PYTHONSAFEPATH=1
+
+# Left out: bounds on resident memory, which mean nothing under a sanitizer, and the scripts' own tests.
+asan: $(ASAN)/.native
+	$(SANITIZED) $(ASAN_PY) -m pytest tests -m "not slow" --capture=sys \
 		--ignore tests/test_soak.py --ignore tests/test_conformance.py \
 		-k "not less_than_a_gibibyte" $(ARGS)
+
+# The contract and order tests under each fault knob (tests/fault_support.py).
+faults: $(ASAN)/.native
+	$(SANITIZED) $(ASAN_PY) scripts/faults.py $(ARGS)
 
 $(ASAN)/.native: $(NATIVE) $(PACKAGE) $(ASAN_DEPS)
 	rm -rf build/asan
 	mkdir -p build/asan
 	cp -r aiozc _native setup.py pyproject.toml MANIFEST.in README.md LICENSE build/asan/
 	rm -f build/asan/aiozc/_reactor_c* build/asan/aiozc/_fast*.so
-	AIOZC_SANITIZE=address,undefined $(ASAN_PY) -m pip install -q --no-build-isolation --no-deps \
+	AIOZC_SANITIZE=address,undefined AIOZC_FAULTS=1 $(ASAN_PY) -m pip install -q --no-build-isolation --no-deps \
 		--force-reinstall ./build/asan
 	rm -rf build/asan
 	@touch $@

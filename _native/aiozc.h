@@ -74,12 +74,6 @@
 #define AZC_WITHDRAWN 4
 #define AZC_FAILED 5
 
-/* Fault knobs (azc_fault): every n-th time, pretend; 0 switches off. */
-#define AZC_FAULT_ZC_ENOMEM 0
-#define AZC_FAULT_ZC_ENOBUFS 1   /* of a datagram */
-#define AZC_FAULT_COPY_ENOBUFS 2 /* of a datagram of azc_zc_sendto that goes by copying */
-#define AZC_FAULT_KINDS 3
-
 /* Numbers of the fall-back reasons in azc_stats.fallbacks. */
 #define AZC_FALLBACK_ENOMEM 0
 #define AZC_FALLBACK_ENOBUFS 1
@@ -97,6 +91,7 @@
 #define AZC_HAS_BUF_RING 32
 #define AZC_HAS_DEFER_TASKRUN 64
 #define AZC_HAS_SENDMSG_ZC_FIXED 128
+#define AZC_HAS_REQUESTS 256 /* every plain request that uring.c makes */
 
 #define AZC_EVENTS 4096
 #define AZC_REGIONS_MAX 1024        /* in the process */
@@ -286,8 +281,6 @@ int azc_withdraw(azc_conn *c, azc_op *op);
 uint64_t azc_region_add(const char *base, size_t len);
 int azc_region_drop(uint64_t id);
 int azc_region_register(azc_reactor *r, uint64_t id);
-
-int azc_fault(azc_reactor *r, int kind, uint32_t every);
 
 /* What aiozc._fast calls, for it is another shared object. `owner`: what the caller put into the
  * connection of that token, NULL: it is closed. */

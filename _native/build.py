@@ -4,6 +4,7 @@ the system's liburing, and aiozc._fast (CPython API) from those in fast/.
 Run as a script from the project's root it compiles into aiozc/; setup.py uses `ffibuilder` and `fast`. The
 cdef is the part of aiozc.h between its two marks, so header and binding cannot differ.
 Environment: AIOZC_WERROR=1 (warnings are errors), AIOZC_SANITIZE=address,undefined (and debug symbols),
+AIOZC_FAULTS=1 (fault knobs for tests: _native/faults.h; never in a build for use),
 AIOZC_STATIC_LIBURING=1 (liburing.a is linked in, and `licence` is the text to be shipped with it; for wheels),
 AIOZC_LIBURING_LICENSE=FILE (that text, where it is not found by itself).
 """
@@ -37,7 +38,7 @@ SOURCES = [
     "uring",
     "epoll",
     "probe",
-]
+]  # and, with AIOZC_FAULTS=1, "faults"
 FAST = ["module", "turn", "events", "schedule", "handle", "ready", "timers"]
 FAST += ["transport", "operation", "parts", "slot"]
 NEEDS = (2, 3)
@@ -100,8 +101,8 @@ def licence() -> Path:
     )
 
 
-def cdef() -> str:
-    text = (HERE / "aiozc.h").read_text()
+def cdef(header: str) -> str:
+    text = (HERE / header).read_text()
     return text.split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
 
 
@@ -117,7 +118,13 @@ def flags() -> tuple[list[str], list[str]]:
     if sanitize := os.environ.get("AIOZC_SANITIZE"):
         compile_args += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-O1"]
         link_args.append(f"-fsanitize={sanitize}")
+    if with_faults():
+        compile_args.append("-DAIOZC_FAULTS=1")
     return compile_args, link_args
+
+
+def with_faults() -> bool:
+    return os.environ.get("AIOZC_FAULTS", "0") not in ("", "0")
 
 
 def beside(name: str) -> str:
@@ -134,13 +141,17 @@ def make() -> FFI:
     if static():
         cflags.append("-DAZC_LIBURING_STATIC")
     ffi = FFI()
-    ffi.cdef(cdef())
+    ffi.cdef(cdef("aiozc.h"))
+    if with_faults():
+        ffi.cdef(cdef("faults.h"))
     ffi.set_source(
         "aiozc._reactor_c",
-        '#include "aiozc.h"',
-        sources=[beside(f"{name}.c") for name in SOURCES],
+        '#include "aiozc.h"\n#include "faults.h"',
+        sources=[
+            beside(f"{name}.c") for name in [*SOURCES, *(["faults"] if with_faults() else [])]
+        ],
         include_dirs=[beside("")],
-        depends=[beside(name) for name in ("aiozc.h", "internal.h")],
+        depends=[beside(name) for name in ("aiozc.h", "internal.h", "faults.h")],
         extra_compile_args=[*compile_args, *cflags, f"-DAZC_LIBURING_VERSION={version}"],
         extra_link_args=[*libs, *link_args],
     )

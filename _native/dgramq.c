@@ -316,6 +316,8 @@ static int send_batch(struct conn *c, struct mmsghdr *m, unsigned n)
 {
     if (c->dq.head->op && fault(c->r, AZC_FAULT_COPY_ENOBUFS))
         return -ENOBUFS;
+    if (!c->out_armed && fault(c->r, AZC_FAULT_EAGAIN))
+        return -EAGAIN;
     int sent = sendmmsg(c->pub.fd, m, n, MSG_DONTWAIT | MSG_NOSIGNAL);
     c->r->stats.requests++;
     return sent < 0 ? -errno : sent;

@@ -83,8 +83,9 @@ static int32_t send_copy(struct conn *c, uint32_t parts)
 {
     const struct iovec *first = c->q.iov;
     int flags = MSG_DONTWAIT | MSG_NOSIGNAL;
-    ssize_t rc = parts == 1 ? send(c->pub.fd, first->iov_base, first->iov_len, flags)
-                            : sendmsg(c->pub.fd, &c->q.msg, flags);
+    ssize_t rc = parts == 1 && !FAULTS_BUILT
+                     ? send(c->pub.fd, first->iov_base, first->iov_len, flags)
+                     : faults_sendmsg(c, &c->q.msg, flags);
     return rc < 0 ? -errno : (int32_t)rc;
 }
 
@@ -178,6 +179,8 @@ static void flush(struct azc_reactor *r)
         send_some(c);
         if (c->dq.head)
             send_datagrams(c);
+        if (sendq_ready(c))
+            mark_dirty(c); /* there was no memory for a request, or others have their turn first */
         set_mask(c);
     }
 }
@@ -317,7 +320,7 @@ static int epoll_wait_turn(struct azc_reactor *r, int64_t timeout_ns)
         clock_gettime(CLOCK_MONOTONIC, &t0);
     for (;;) {
         flush(r);
-        int64_t ns = anything(r) || r->dirty ? 0 : timeout_ns;
+        int64_t ns = anything(r) || r->dirty ? 0 : faults_wait(r, timeout_ns);
         if (e->i == e->n) {
             int n = wait_ready(r, ns);
             if (n < 0)
@@ -328,6 +331,7 @@ static int epoll_wait_turn(struct azc_reactor *r, int64_t timeout_ns)
         e->received = 0;
         r->turn = 0;
         uint64_t told = r->stats.notifications;
+        faults_harvest(r, false);
         while (e->i < e->n && e->received < TURN_BYTES)
             ready(r, &e->ev[e->i++]);
         r->stats.notification_turns += r->stats.notifications != told;

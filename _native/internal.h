@@ -6,12 +6,13 @@
  *   errqueue.c  ids of MSG_ZEROCOPY sends    msgzc.c   those sends, and their notifications
  *   sockids.c   ids of a borrowed socket
  *   uring.c, epoll.c   the two backends       reactor.c  the ABI over them
- *   stall.c     peers that stop reading
+ *   stall.c     peers that stop reading       faults.c   what a build for tests pretends
  */
 #ifndef AIOZC_INTERNAL_H
 #define AIOZC_INTERNAL_H
 
 #include "aiozc.h"
+#include "faults.h"
 
 #include <stdbool.h>
 #include <sys/socket.h>
@@ -127,6 +128,9 @@ struct req { /* one request: alive from its SQE to its last completion */
     struct grave *grave; /* of an orphan: its ring's */
     uint32_t n_ops, cap_ops;
     bool zc, fresh, first_seen, notif_seen, orphan;
+#ifdef AIOZC_FAULTS
+    int32_t fault; /* what it ends with, whatever the kernel answers */
+#endif
 };
 
 /* ---- regions.c ---- */
@@ -342,8 +346,10 @@ struct azc_reactor {
     bool detaching;
     struct stall stall;
     uint64_t turn; /* what turn_ns read in this turn; 0: not yet */
-    uint32_t fault_every[AZC_FAULT_KINDS], fault_count[AZC_FAULT_KINDS];
     pid_t pid;
+#ifdef AIOZC_FAULTS
+    struct faults faults;
+#endif
 };
 
 void emit(struct azc_reactor *r, uint64_t token, int kind, int32_t res, unsigned arg);
@@ -353,7 +359,6 @@ void conn_send_failed(struct conn *c, int error);
 void conn_maybe_free(struct conn *c);
 uint64_t now_ns(void);
 void collect_spare(struct azc_reactor *r);
-bool fault(struct azc_reactor *r, int kind);
 
 struct chunk *chunk_new(struct azc_reactor *r, size_t want);
 void chunk_free(struct azc_reactor *r, struct chunk *k);
@@ -423,6 +428,8 @@ static inline void connected(struct conn *c)
 }
 static inline void poll_fired(struct conn *c)
 {
+    if (fault(c->r, AZC_FAULT_LOST_WAKE))
+        return;
     c->r->fired |= c->pub.kind == AZC_WAKE ? AZC_FIRED_WAKE : AZC_FIRED_POLL;
 }
 static inline bool wants_zc(const azc_op *op)

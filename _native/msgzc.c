@@ -82,7 +82,7 @@ int32_t msgzc_send(struct req *q, const struct msghdr *m)
     struct conn *c = q->conn;
     int error = ENOBUFS;
     if (errq_reserve(&c->eq) == 0) {
-        ssize_t rc = sendmsg(c->pub.fd, m, MSG_DONTWAIT | MSG_NOSIGNAL | MSG_ZEROCOPY);
+        ssize_t rc = faults_sendmsg(c, m, MSG_DONTWAIT | MSG_NOSIGNAL | MSG_ZEROCOPY);
         if (rc > 0) {
             q->fresh = true;
             errq_issued(&c->eq, q->slot.token);
@@ -107,7 +107,7 @@ static void range_is_free(struct conn *c, uint32_t lo, uint32_t hi, bool copied)
     for (uint32_t i = 0; i < range.n; i++) {
         uint64_t token = errq_take(&c->eq, range.first + i);
         struct req *q = token ? table_get(&c->r->reqs, token) : NULL;
-        if (q)
+        if (q && !faults_notif(c->r, token, copied))
             req_notif(q, true, copied);
     }
     /* Not a send of ours that failed: somebody else sends on the socket. Whose ids are whose? */

@@ -33,7 +33,7 @@ static struct op *op_of(azc_op *op)
 
 azc_op *op_new(struct azc_reactor *r, enum op_kind kind, uint64_t nbytes)
 {
-    struct op *o = table_new(&r->ops);
+    struct op *o = fault(r, AZC_FAULT_OP_NOMEM) ? NULL : table_new(&r->ops);
     if (!o)
         return NULL;
     o->pub.token = o->slot.token;
@@ -126,7 +126,7 @@ static void pin_bytes(struct req *q)
 struct req *req_new(struct conn *c, const struct gathered *g)
 {
     struct azc_reactor *r = c->r;
-    struct req *q = table_new(&r->reqs);
+    struct req *q = fault(r, AZC_FAULT_REQ_NOMEM) ? NULL : table_new(&r->reqs);
     if (!q)
         return NULL;
     q->conn = c;
@@ -169,7 +169,7 @@ struct req *req_new(struct conn *c, const struct gathered *g)
  * skb: its report can be believed. NULL: no memory, nothing changed. */
 struct req *req_new_dgram(struct conn *c, struct dgram *d)
 {
-    struct req *q = table_new(&c->r->reqs);
+    struct req *q = fault(c->r, AZC_FAULT_REQ_NOMEM) ? NULL : table_new(&c->r->reqs);
     if (!q)
         return NULL;
     q->conn = c;

@@ -5,6 +5,7 @@
  */
 #define _GNU_SOURCE
 #include "aiozc.h"
+#include "faults.h"
 
 #include <dlfcn.h>
 #include <errno.h>
@@ -174,6 +175,28 @@ static void on_sigsys(int sig, siginfo_t *info, void *context)
 #endif
 }
 
+/* Every request that uring.c makes, beside those that have a feature of their own. */
+static bool plain_requests(struct io_uring_probe *p)
+{
+    static const struct {
+        int op;
+        enum fault_kind missing;
+    } needed[] = {
+        {IORING_OP_NOP, AZC_FAULT_NO_NOP},
+        {IORING_OP_POLL_ADD, AZC_FAULT_NO_POLL},
+        {IORING_OP_ASYNC_CANCEL, AZC_FAULT_NO_CANCEL},
+        {IORING_OP_RECV, AZC_FAULT_NO_RECV},
+        {IORING_OP_RECVMSG, AZC_FAULT_NO_RECVMSG},
+        {IORING_OP_SEND, AZC_FAULT_NO_SEND},
+        {IORING_OP_SENDMSG, AZC_FAULT_NO_SENDMSG},
+        {IORING_OP_ACCEPT, AZC_FAULT_NO_ACCEPT},
+    };
+    bool all = true;
+    for (size_t i = 0; i < sizeof needed / sizeof *needed; i++)
+        all &= io_uring_opcode_supported(p, needed[i].op) && !fault(NULL, needed[i].missing);
+    return all;
+}
+
 static int probe(uint32_t *features)
 {
     struct io_uring ring;
@@ -189,20 +212,25 @@ static int probe(uint32_t *features)
     *features |= AZC_HAS_URING;
     struct io_uring_probe *probe = io_uring_get_probe_ring(&ring);
     if (probe) {
-        if (io_uring_opcode_supported(probe, IORING_OP_SEND_ZC))
+        if (plain_requests(probe))
+            *features |= AZC_HAS_REQUESTS;
+        if (io_uring_opcode_supported(probe, IORING_OP_SEND_ZC) &&
+            !fault(NULL, AZC_FAULT_NO_SEND_ZC))
             *features |= AZC_HAS_SEND_ZC;
-        if (io_uring_opcode_supported(probe, IORING_OP_SENDMSG_ZC))
+        if (io_uring_opcode_supported(probe, IORING_OP_SENDMSG_ZC) &&
+            !fault(NULL, AZC_FAULT_NO_SENDMSG_ZC))
             *features |= AZC_HAS_SENDMSG_ZC;
-        if (io_uring_opcode_supported(probe, IORING_OP_SOCKET)) /* 5.19, as multishot accept */
+        if (io_uring_opcode_supported(probe, IORING_OP_SOCKET) && /* 5.19, as multishot accept */
+            !fault(NULL, AZC_FAULT_NO_ACCEPT_MULTISHOT))
             *features |= AZC_HAS_ACCEPT_MULTISHOT;
         io_uring_free_probe(probe);
     }
-    if (try_gather_fixed(&ring))
+    if (try_gather_fixed(&ring) && !fault(NULL, AZC_FAULT_NO_SENDMSG_ZC_FIXED))
         *features |= AZC_HAS_SENDMSG_ZC_FIXED;
     int buf_ring;
-    if (try_multishot(&ring, &buf_ring))
+    if (try_multishot(&ring, &buf_ring) && !fault(NULL, AZC_FAULT_NO_RECV_MULTISHOT))
         *features |= AZC_HAS_RECV_MULTISHOT;
-    if (buf_ring == 0)
+    if (buf_ring == 0 && !fault(NULL, AZC_FAULT_NO_BUF_RING))
         *features |= AZC_HAS_BUF_RING;
     /* A limit that leaves no page for it, and no old kernel (EINVAL). */
     return buf_ring == -ENOMEM || buf_ring == -EMFILE ? buf_ring : 0;

@@ -36,22 +36,6 @@ uint64_t now_ns(void)
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-bool fault(struct azc_reactor *r, int kind)
-{
-    if (!r->fault_every[kind] || ++r->fault_count[kind] % r->fault_every[kind])
-        return false;
-    return true;
-}
-
-int azc_fault(azc_reactor *r, int kind, uint32_t every)
-{
-    if (kind < 0 || kind >= AZC_FAULT_KINDS)
-        return -EINVAL;
-    r->fault_every[kind] = every;
-    r->fault_count[kind] = 0;
-    return 0;
-}
-
 /* ---- events ---- */
 
 void emit(struct azc_reactor *r, uint64_t token, int kind, int32_t res, unsigned arg)
@@ -215,6 +199,7 @@ azc_reactor *azc_open(const azc_config *cfg, int *err)
     if (!r)
         return NULL;
     r->cfg = *cfg;
+    faults_open(r);
     if (!r->cfg.recv_buffers)
         r->cfg.recv_buffers = 128;
     if (!r->cfg.sq_entries)
@@ -364,6 +349,7 @@ int azc_drain(azc_reactor *r, int64_t timeout_ns)
 int azc_close(azc_reactor *r)
 {
     r->detaching = true;
+    faults_close(r);
     int left = (int)r->reqs.live;
     if (r->be_data)
         r->be->destroy(r);
@@ -664,7 +650,7 @@ static size_t send_now(struct conn *c, const char *extra, size_t n)
     struct msghdr m = {.msg_iov = iov, .msg_iovlen = g.parts};
     if (n)
         iov[m.msg_iovlen++] = (struct iovec){(void *)extra, n};
-    ssize_t rc = sendmsg(c->pub.fd, &m, MSG_DONTWAIT | MSG_NOSIGNAL);
+    ssize_t rc = faults_sendmsg(c, &m, MSG_DONTWAIT | MSG_NOSIGNAL);
     c->r->stats.requests++;
     c->r->stats.parts += m.msg_iovlen;
     if (rc < 0) {

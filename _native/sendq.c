@@ -221,11 +221,6 @@ static int gather(struct conn *c, struct gathered *g, bool plain)
         match_region(c, g, &zc_bytes);
     if (!plain && !q->copy_left)
         g->zc = zc_allowed(c, zc_bytes, g);
-    if (g->zc && fault(c->r, AZC_FAULT_ZC_ENOMEM)) {
-        c->r->stats.fallbacks[AZC_FALLBACK_ENOMEM]++;
-        q->copy_left = g->bytes;
-        g->zc = false;
-    }
     if (g->zc) {
         uint64_t stack = c->r->cfg.zc_eor_bytes;
         q->since_eor += g->bytes;

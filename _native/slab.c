@@ -41,6 +41,8 @@ static struct chunk *carve(struct slab *s, size_t bytes)
 
 struct chunk *chunk_new(struct azc_reactor *r, size_t want)
 {
+    if (fault(r, AZC_FAULT_OP_NOMEM))
+        return NULL;
     size_t need = want + sizeof(struct chunk);
     int k = 0;
     while (k < SLAB_CLASSES && class_bytes(k) < need)

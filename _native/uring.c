@@ -70,6 +70,8 @@
 #define CQ_MIN 64
 #define NAPS 10
 #define NAP_NS 10000000
+/* Who found no place in the queue, or no memory, is served again after so long at most. */
+#define RETRY_NS 1000000
 /* Receive buffers that the kernel has at least; the number doubles when they do not suffice, and is
  * looked at after so many harvests. */
 #define GIVEN_MIN 8
@@ -248,6 +250,7 @@ static void retire(struct azc_reactor *r)
 {
     uint32_t n = 0;
     harvest(r);
+    faults_harvest(r, true);
     struct uring *u = uring_of(r);
     struct grave *g = u->grave >= 0 ? malloc(sizeof *g) : NULL;
     if (g) {
@@ -388,7 +391,10 @@ static unsigned sq_flags(struct uring *u)
 
 static int enter_now(struct azc_reactor *r)
 {
+    int rc;
     r->stats.enters++;
+    if (faults_enter(r, &uring_of(r)->ring, &rc))
+        return rc;
     return io_uring_submit_and_get_events(&uring_of(r)->ring);
 }
 
@@ -396,9 +402,13 @@ static int enter_now(struct azc_reactor *r)
  */
 static int enter_wait(struct azc_reactor *r, int64_t ns)
 {
+    int rc;
+    ns = faults_wait(r, ns);
     struct __kernel_timespec ts = timespec_of(ns);
     struct io_uring_cqe *cqe;
     r->stats.enters++;
+    if (faults_enter(r, &uring_of(r)->ring, &rc))
+        return rc;
     if (ns < 0)
         return io_uring_submit_and_wait(&uring_of(r)->ring, 1);
     return io_uring_submit_and_wait_timeout(&uring_of(r)->ring, &cqe, 1, &ts, NULL);
@@ -408,10 +418,12 @@ static struct io_uring_sqe *get_sqe(struct azc_reactor *r)
 {
     struct uring *u = uring_of(r);
     struct io_uring_sqe *sqe = io_uring_get_sqe(&u->ring);
+    int rc;
     if (sqe)
         return sqe;
     r->stats.enters++;
-    io_uring_submit(&u->ring); /* the queue is full; what stays in it is submitted later */
+    if (!faults_enter(r, &u->ring, &rc))
+        io_uring_submit(&u->ring); /* the queue is full; what stays in it is submitted later */
     return io_uring_get_sqe(&u->ring);
 }
 
@@ -526,9 +538,12 @@ static void on_req(struct azc_reactor *r, uint64_t token, int32_t res, unsigned 
     if (!q)
         return; /* a stray notification of an earlier use of the slot */
     if (flags & IORING_CQE_F_NOTIF) {
-        req_notif(q, true, (uint32_t)res & ZC_COPIED);
+        bool copied = (uint32_t)res & ZC_COPIED;
+        if (!faults_notif(r, token, copied))
+            req_notif(q, true, copied);
         return;
     }
+    res = faults_answer(q, res);
     struct conn *c = q->conn;
     if (q->dgram) {
         req_first(q, res, flags & IORING_CQE_F_MORE);
@@ -562,6 +577,7 @@ static unsigned harvest(struct azc_reactor *r)
     uint32_t taken = 0;
     uint64_t refused = r->stats.enobufs, told = r->stats.notifications;
     r->turn = 0;
+    faults_harvest(r, false);
     if (sq_flags(u) & IORING_SQ_CQ_OVERFLOW)
         r->stats.cq_overflows++;
     io_uring_for_each_cqe(&u->ring, head, cqe)
@@ -767,6 +783,7 @@ static bool send_request(struct conn *c)
     if (g.zc && g.region.id)
         from_region(r, sqe, &g.region);
     set_ud(sqe, UD_REQ, q->slot.token);
+    faults_request(c, q, sqe);
     uring_of(r)->inflight++;
     return true;
 later:
@@ -810,6 +827,7 @@ static bool send_datagrams(struct conn *c)
             regions_prefix(m->msg_iov, (uint32_t)m->msg_iovlen, &region) == m->msg_iovlen)
             from_region(r, sqe, &region);
         set_ud(sqe, UD_REQ, q->slot.token);
+        faults_request(c, q, sqe);
         uring_of(r)->inflight++;
     }
     return true;
@@ -896,6 +914,8 @@ static int uring_wait(struct azc_reactor *r, int64_t timeout_ns)
             if (ns < 0 || ns > ORPHAN_POLL_NS)
                 ns = ORPHAN_POLL_NS;
         }
+        if (r->dirty && (ns < 0 || ns > RETRY_NS))
+            ns = RETRY_NS;
         if (anything(r))
             ns = 0;
         int rc = 0;

@@ -14,6 +14,7 @@ import platform
 import resource
 from dataclasses import dataclass
 
+from . import faults  # noqa: F401  (the environment's knobs, before the probe)
 from ._reactor_c import ffi, lib
 
 _FEATURES = {
@@ -25,8 +26,9 @@ _FEATURES = {
     "buf_ring": lib.AZC_HAS_BUF_RING,
     "defer_taskrun": lib.AZC_HAS_DEFER_TASKRUN,
     "sendmsg_zc_fixed": lib.AZC_HAS_SENDMSG_ZC_FIXED,
+    "plain_requests": lib.AZC_HAS_REQUESTS,
 }
-_NEEDED = ("io_uring", "recv_multishot", "accept_multishot", "buf_ring")
+NEEDED = ("io_uring", "plain_requests", "recv_multishot", "accept_multishot", "buf_ring")
 _CAP_IPC_LOCK = 14
 
 _WHY = {
@@ -124,7 +126,7 @@ def choose(backend: str | None = None, zerocopy: str | None = None) -> Capabilit
     error, features = _probe()
     forced = _choice("AIOZC_BACKEND", backend, ("uring", "epoll"))
     off = _choice("AIOZC_ZEROCOPY", zerocopy, ("auto", "off")) == "off"
-    missing = [name for name in _NEEDED if not features[name]]
+    missing = [name for name in NEEDED if not features[name]]
     if error:
         why = no_ring(error)
     elif missing:

@@ -324,9 +324,9 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
         return await bare.sendto(self, sock, data, address)
 
     def zc_fault(self, name: str, every: int) -> None:
-        """For tests: let every n-th request of a kind meet a fault; 0 switches it off.
+        """For tests: let every n-th event of a kind meet a fault; 0 switches it off.
 
-        "zc_enomem": a zero-copy request is treated as if the kernel had answered ENOMEM.
+        The kinds are in _native/faults.h. RuntimeError: this build has no such knobs.
         """
         self._reactor.fault(name, every)
 

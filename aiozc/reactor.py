@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import _fast, checked, hooks, stats
+from . import _fast, checked, faults, hooks, stats
 from ._reactor_c import ffi, lib
 from .buffers import Frozen, refuse
 from .capabilities import default_caps, fallen_back, no_ring, uring_demanded
@@ -229,14 +229,7 @@ class Reactor:
         return stats.read(self._stats, self.backend)
 
     def fault(self, name: str, every: int) -> None:
-        kinds = {
-            "zc_enomem": lib.AZC_FAULT_ZC_ENOMEM,
-            "zc_enobufs": lib.AZC_FAULT_ZC_ENOBUFS,
-            "copy_enobufs": lib.AZC_FAULT_COPY_ENOBUFS,
-        }
-        if name not in kinds:
-            raise ValueError(f"no fault {name!r}; there are {', '.join(kinds)}")
-        lib.azc_fault(self.native, kinds[name], every)
+        faults.turn(self.native, name, every)
 
     def close(self) -> int:
         """Wait for the kernel to give memory back; the number of requests that it did not.

@@ -37,6 +37,7 @@ from soaking.lives import BufferedStream, Life, greet, greeted
 from soaking.watch import MIB, Watch, Witness, descriptors, settle
 
 import aiozc
+from aiozc import faults
 
 GRACE = 90.0  # seconds after the end of --seconds until everything is over, or it hangs
 QUIET_LIMIT = 10.0  # seconds for the last pins and descriptors to go, once every life is over
@@ -208,7 +209,8 @@ class Soak:
             await self.quiet()
             rounds = max(3, round(self.args.seconds / 10))
             for k in range(rounds):
-                self.loop.zc_fault("zc_enomem", 7 if k % 3 == 1 else 0)
+                if faults.KNOBS:
+                    self.loop.zc_fault("zc_enomem", 7 if k % 3 == 1 else 0)
                 until = self.loop.time() + self.args.seconds / rounds
                 slots = (self.slot(until) for _ in range(self.args.connections))
                 await asyncio.gather(*slots)

@@ -1,4 +1,4 @@
-"""Fixtures that give every test both backends, and loops that are always closed.
+"""Fixtures that give every test both backends, and loops that are always closed; runs under fault knobs.
 
 `backend` is a parameter, of three variants where order and contract are tested: io_uring, epoll with
 MSG_ZEROCOPY, epoll that copies (AIOZC_ZEROCOPY=off, for child processes too; `support.copies` tells).
@@ -12,12 +12,15 @@ from __future__ import annotations
 import asyncio
 import collections
 import functools
+import os
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from fault_support import reason_against
 
 import aiozc
+from aiozc import faults
 
 LIMIT_SECONDS = 60.0
 VARIANTS = ["uring", "epoll", "epoll-copy"]
@@ -27,6 +30,30 @@ COPYING_TOO = (
     "test_datagram_zc",
     "test_attach",
 )  # beginnings of modules' names
+
+
+# -- where the environment's AIOZC_FAULT has the native code pretend faults --
+
+KNOBS = {item.partition("=")[0] for item in os.environ.get(faults.VARIABLE, "").split(",") if item}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not faults.KNOBS and item.get_closest_marker("faults"):
+            item.add_marker(pytest.mark.skip(reason="needs a build with fault knobs"))
+        if KNOBS and (why := reason_against(KNOBS, item.name)):
+            item.add_marker(pytest.mark.skip(reason=f"cannot hold under this fault: {why}"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A fault that never happened has tested nothing."""
+    for name in sorted(KNOBS):
+        print(f"\nfault {name}: {faults.fired(name)}")
+        if not faults.fired(name):
+            session.exitstatus = 1
+
+
+# -- backends and loops --
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1024,6 +1024,7 @@ def test_all_calls_leave_in_call_order(run, forced_loop_factory) -> None:
     run(main(), forced_loop_factory)
 
 
+@pytest.mark.faults
 def test_order_and_contract_survive_a_fall_back_in_mid_stream(
     run, forced_loop_factory, backend
 ) -> None:

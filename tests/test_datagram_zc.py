@@ -276,6 +276,7 @@ def test_an_icmp_error_that_nobody_has_read_is_not_the_next_operations(forced: A
     forced(main())
 
 
+@pytest.mark.faults
 def test_enobufs_of_zero_copy_is_copied_and_counted(
     run: Any, forced_loop_factory: Any, backend: str
 ) -> None:
@@ -302,6 +303,7 @@ def test_enobufs_of_zero_copy_is_copied_and_counted(
     run(main(), forced_loop_factory)
 
 
+@pytest.mark.faults
 def test_segments_that_are_sent_again_are_segments_still(
     forced: Any, forced_loop_factory: Any, backend: str
 ) -> None:
@@ -327,6 +329,7 @@ def test_segments_that_are_sent_again_are_segments_still(
     forced(main())
 
 
+@pytest.mark.faults
 def test_enobufs_of_copying_fails_its_operation_alone(run: Any) -> None:
     async def main() -> None:
         loop: Any = asyncio.get_running_loop()

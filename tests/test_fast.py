@@ -425,6 +425,162 @@ def test_messages_leave_no_reference(backend):
     run(main(), backend=backend)
 
 
+# How two transports throw one message to and fro. Each throw is four events: a call that sends, the request's
+# end or the release, a receive, and a callback of the protocol.
+THROWS = {
+    "write": lambda transport, message: transport.write(message),
+    "write a view": lambda transport, message: transport.write(memoryview(message)),
+    "write what can change": lambda transport, message: transport.write(bytearray(message)),
+    "writelines": lambda transport, message: transport.writelines([message[:10], message[10:]]),
+    "zc_write": lambda transport, message: transport.zc_write(message),
+    "zc_write of what can change": lambda transport, message: transport.zc_write(
+        bytearray(message)
+    ),
+    "zc_write of many": lambda transport, message: transport.zc_write([message[:9], message[9:]]),
+    "withdraw": lambda transport, message: (
+        transport.zc_write(message).withdraw(),
+        transport.zc_write(message),
+    ),
+}
+
+
+class Thrown:
+    """Both ends: once the message is whole it is thrown back, until `left` is used up."""
+
+    def __init__(self, throw, size, done):
+        self.throw, self.size, self.done = throw, size, done
+        self.got = self.left = 0
+
+    def connection_made(self, transport):
+        self.transport = transport
+
+    def eof_received(self):
+        return None
+
+    def took(self, n):
+        self.got += n
+        if self.got < self.size:
+            return
+        self.got = 0
+        self.left -= 1
+        if self.left > 0:
+            self.throw(self.transport)
+        elif not self.left:
+            self.done()
+
+
+class ThrownPlain(Thrown, asyncio.Protocol):
+    def data_received(self, data):
+        self.took(len(data))
+
+
+class ThrownInto(Thrown, asyncio.BufferedProtocol):
+    room = bytearray(7000)
+
+    def get_buffer(self, hint):
+        return self.room
+
+    def buffer_updated(self, n):
+        self.took(n)
+
+
+def throw_messages(backend, how, protocol, size, times):
+    """Nothing that takes part has more references afterwards, and nothing else is left."""
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        message = bytes(range(256)) * (size // 256) + bytes(size % 256)
+        ended = []
+        ends = [
+            protocol(lambda t: THROWS[how](t, message), size, lambda: ended[-1].set_result(None))
+            for _ in range(2)
+        ]
+        listener = socket.create_server(("127.0.0.1", 0))
+        a = socket.create_connection(listener.getsockname())
+        b, _ = listener.accept()
+        listener.close()
+        for sock, end in zip((a, b), ends, strict=True):
+            await loop.create_connection(lambda end=end: end, sock=sock)
+
+        async def some(n):
+            ended.append(loop.create_future())
+            ends[0].left = n
+            ends[1].left = n + 1  # one more than it gets
+            THROWS[how](ends[0].transport, message)
+            await ended[-1]
+            while loop.zc_stats().operations_live or loop._reactor.held:
+                await asyncio.sleep(0.001)
+
+        def count():
+            gc.collect()
+            things = [message, protocol, ThrownInto.room, *ends]
+            things += [end.transport for end in ends] + [end.transport._context for end in ends]
+            return [sys.getrefcount(x) for x in things], sys.getallocatedblocks()
+
+        await some(300)
+        before, blocks = count()
+        await some(times)
+        after, now = count()
+        assert after == before
+        assert now - blocks < 300, "something is left of each event"
+        for end in ends:
+            end.transport.close()
+
+    run(main(), backend=backend, adaptive=False, zc_threshold=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [100, 40_000])
+@pytest.mark.parametrize("protocol", [ThrownPlain, ThrownInto])
+@pytest.mark.parametrize("how", THROWS)
+def test_messages_of_every_kind_leave_no_reference(backend, how, protocol, size):
+    throw_messages(backend, how, protocol, size, 600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("protocol", [ThrownPlain, ThrownInto])
+@pytest.mark.parametrize("how", THROWS)
+def test_a_million_events_of_every_kind_leave_no_reference(backend, how, protocol):
+    throw_messages(backend, how, protocol, 100, 125_000)  # both ways, four events each
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_hundred_thousand_timers_leave_no_reference(backend):
+    """Run, cancelled before, cancelled by themselves, and raising."""
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda *_: None)
+        token = object()
+
+        def fails(_):
+            raise ValueError
+
+        async def some(n):
+            for _ in range(n // 100):
+                handles = [loop.call_later(0, id, token) for _ in range(50)]
+                handles += [loop.call_later(0.5, id, token) for _ in range(40)]
+                for handle in handles[40:]:
+                    handle.cancel()
+                for _ in range(10):
+                    loop.call_later(0, fails, token)
+                await asyncio.sleep(0.0001)
+
+        def count():
+            gc.collect()
+            return [sys.getrefcount(x) for x in (token, fails)], sys.getallocatedblocks()
+
+        await some(2000)
+        before, blocks = count()
+        await some(100_000)
+        after, now = count()
+        assert after == before
+        assert now - blocks < 300
+
+    run(main(), backend=backend)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("view", [False, True])
 def test_what_is_queued_is_held_before_a_signal_handler_can_run(backend, view, monkeypatch):

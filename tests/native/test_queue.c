@@ -6,18 +6,13 @@
  */
 #include "internal.h"
 
+#include "check.h"
+
 #include <errno.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
-#define CHECK(x)                                                                                   \
-    do {                                                                                           \
-        if (!(x)) {                                                                                \
-            fprintf(stderr, "%s:%d: not true: %s\n", __func__, __LINE__, #x);                      \
-            exit(1);                                                                               \
-        }                                                                                          \
-    } while (0)
+static azc_reactor *made[64];
+static int n_made;
 
 static azc_reactor *make(uint64_t max_request)
 {
@@ -29,8 +24,8 @@ static azc_reactor *make(uint64_t max_request)
                       .zc_transport_cap = UINT64_MAX / 4,
                       .zc_loop_cap = UINT64_MAX / 4};
     azc_reactor *r = azc_open(&cfg, &err);
-    CHECK(r);
-    return r;
+    CHECK(r && n_made < 64);
+    return made[n_made++] = r;
 }
 
 static struct conn *connection(azc_reactor *r)
@@ -414,6 +409,23 @@ static void tokens_of_freed_slots_are_stale(void)
     table_destroy(&t);
 }
 
+/* What the tests left with the fake kernel ends, and then nothing may be left of anything. */
+static void everything_is_given_back(void)
+{
+    for (int n = 0; n < n_made; n++) {
+        azc_reactor *r = made[n];
+        for (uint32_t i = 0; i < table_slots(&r->reqs); i++) {
+            struct req *q = table_at(&r->reqs, i);
+            if (q && !q->first_seen)
+                req_first(q, -ECANCELED, false);
+            else if (q)
+                req_notif(q, false, false);
+        }
+        CHECK(!r->stats.pinned_bytes && !r->stats.notifications_outstanding);
+        CHECK(azc_close(r) == 0);
+    }
+}
+
 int main(void)
 {
     memset(memory, 7, sizeof memory);
@@ -435,5 +447,6 @@ int main(void)
     only_what_a_notification_released_is_timed();
     a_timeout_begins_anew_with_what_is_queued_anew();
     tokens_of_freed_slots_are_stale();
+    everything_is_given_back();
     return 0;
 }

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aiozc.capabilities import Capabilities
+from aiozc.capabilities import NEEDED, Capabilities
 from aiozc.cli.doctor.machine import Machine
 
 MIB = 1 << 20
@@ -145,7 +145,7 @@ def _no_ring(can: Capabilities, error: int, machine: Machine) -> Iterator[Findin
             f"no ring can be made: {can.reason.partition('; ')[0]}",
             "raise RLIMIT_NOFILE (ulimit -n)" if error == errno.EMFILE else "see the error",
         )
-    elif missing := [n for n in ("recv_multishot", "buf_ring") if not can.features[n]]:
+    elif missing := [n for n in NEEDED if not can.features[n]]:
         yield Finding(
             "kernel",
             "warning",
