@@ -206,7 +206,7 @@ def anonymous_bytes(pid: int) -> int:
     return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
 
 
-# Fails when: the server holds bytes(view) instead of the view, or sends snapshots of it.
+# Fails when: the server sends the view by `writelines`, which has to take a snapshot of it (4,092 MiB).
 @pytest.mark.slow
 def test_a_mapping_of_4_gib_is_served_within_64_mib_of_memory(backend: str, tmp_path: Path) -> None:
     """One answer of all of it, so over 2 GiB in one operation; every byte compared."""
