@@ -65,7 +65,11 @@ async def zc_send(self: asyncio.StreamWriter, data: Sendable) -> Result:
     Raises like `zc_submit`, or the OSError that ended the connection. Being cancelled does not cut
     the stream: the bytes still go, and the memory stays locked until they went.
     """
-    return await zc_submit(self, data).released
+    op = zc_submit(self, data)
+    transport: Any = self._transport  # type: ignore[attr-defined]
+    if isinstance(transport, StreamTransport):
+        transport._send_now(op)
+    return await op.released
 
 
 async def zc_drain(self: asyncio.StreamWriter) -> None:

@@ -150,22 +150,6 @@ static PyObject *review_queue(PyObject *self, struct fields *f, PyObject *op)
     return op;
 }
 
-/* A large operation on a path that copies, as far as anybody knows, is sent within the call. It is
- * held by now, so the GIL may be given up. Takes and gives the reference to `op`. */
-static PyObject *send_copies(struct fields *f, PyObject *op)
-{
-    azc_conn *conn = f->conn;
-    if (!op || conn->path != AZC_PATH_COPIED || !conn->adaptive || conn->unsent < COPY_NOW)
-        return op;
-    int went;
-    Py_BEGIN_ALLOW_THREADS;
-    went = api->copy_now(conn);
-    Py_END_ALLOW_THREADS;
-    if (went && operation_settle(op, f->held) < 0)
-        Py_CLEAR(op);
-    return op;
-}
-
 /* zc_write(data): a buffer or a list of buffers on an open transport. */
 static PyObject *tr_zc_write(PyObject *self, PyObject *data)
 {
@@ -181,11 +165,31 @@ static PyObject *tr_zc_write(PyObject *self, PyObject *data)
     /* Locking may have run code of the buffers' owners. */
     int usual = parts_bytes(parts) && f->open == OPEN_STREAM && !f->closing && f->conn;
     if (op && usual)
-        op = send_copies(f, admit(f, op, parts_queue(parts, f->conn)));
+        op = admit(f, op, parts_queue(parts, f->conn));
     else if (op)
         Py_SETREF(op, call1(self, n__zc_write, parts));
     Py_DECREF(parts);
     return review_queue(self, f, op);
+}
+
+/* _send_now(op): who waits for the release of what he just queued, and cannot withdraw it, gains
+ * nothing by a turn of the loop where the path copies, as far as anybody knows. It is held by now,
+ * so the GIL may be given up. */
+static PyObject *tr_send_now(PyObject *self, PyObject *op)
+{
+    struct fields *f = fields_of(self);
+    azc_conn *conn = f->conn;
+    if (!PyObject_TypeCheck(op, operation_base))
+        return PyErr_Format(PyExc_TypeError, "an operation is needed");
+    if (!conn || conn->path != AZC_PATH_COPIED || !conn->adaptive || conn->unsent < COPY_NOW)
+        Py_RETURN_NONE;
+    int went;
+    Py_BEGIN_ALLOW_THREADS;
+    went = api->copy_now(conn);
+    Py_END_ALLOW_THREADS;
+    if (went && operation_settle(op, f->held) < 0)
+        return NULL;
+    Py_RETURN_NONE;
 }
 
 /* ---- datagrams ---- */
@@ -390,6 +394,8 @@ static PyMethodDef methods[] = {
      "Queue a buffer, or a list of buffers, zero-copy; its Operation. See StreamWriter.zc_submit."},
     {"_zc_wait", tr_zc_wait, METH_NOARGS,
      "None: unsent and pinned bytes are at most zc_low_water; else a future for when they are."},
+    {"_send_now", tr_send_now, METH_O,
+     "(operation that was just queued): see StreamWriter.zc_send."},
     {"_zc_datagram", tr_zc_datagram, METH_VARARGS,
      "(Parts, sockaddr, bytes of a segment or 0): queue it; its operation."},
     {"_bind", tr_bind, METH_VARARGS, "(address of the transport's azc_conn, reactor.held)"},
