@@ -451,6 +451,7 @@ azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind, int family)
     if (kind == AZC_STREAM || kind == AZC_DATAGRAM)
         c->pub.zc_ok = tcp && r->cfg.zerocopy;
     c->borrowed = !family;
+    c->single = !tcp;
     if (kind == AZC_STREAM) {
         azc_conn_timeout(&c->pub, r->cfg.zc_timeout_ns);
         r->stats.connections++;

@@ -10,6 +10,9 @@
  *  4. A queued SQE is submitted before its descriptor is closed, and harvested, else the peer gets
  * no FIN and a reused descriptor number is hit.
  *  5. A receive is armed again only after its last completion was seen.
+ *  6. Only TCP is received by multishot. On a Unix socket a multishot receive may lose the end of
+ * the stream where it comes right behind data (6.18.44; axboe/liburing#1549): nothing wakes it any
+ * more.
  *
  * Orphans: a notification that belongs to a ring whose thread is gone will never be seen. All bytes
  * up to the request's end being acknowledged by the peer proves that no later change of the memory
@@ -717,7 +720,10 @@ static bool arm(struct conn *c)
         return false;
     switch (c->pub.kind) {
     case AZC_STREAM:
-        io_uring_prep_recv_multishot(sqe, c->pub.fd, NULL, 0, 0);
+        if (c->single)
+            io_uring_prep_recv(sqe, c->pub.fd, NULL, 0, 0);
+        else
+            io_uring_prep_recv_multishot(sqe, c->pub.fd, NULL, 0, 0);
         sqe->flags |= IOSQE_BUFFER_SELECT;
         sqe->buf_group = 0;
         break;

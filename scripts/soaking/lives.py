@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import mmap
 import random
+import sys
+import termios
 from collections import Counter
 from typing import Any, Protocol
 
@@ -61,6 +64,14 @@ def overwrite(buffer: Any) -> None:
         buffer.close()  # BufferError: somebody still has a lock on it
 
 
+def unread(transport: Any) -> int:
+    """Bytes that lie in the socket: not 0 where nobody was told of them."""
+    sock = transport and transport.get_extra_info("socket")
+    if sock is None or sock.fileno() < 0:
+        return 0
+    return int.from_bytes(fcntl.ioctl(sock, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
 class Life:
     def __init__(self, soak: Soak, what: Plan) -> None:
         self.soak = soak
@@ -84,7 +95,10 @@ class Life:
         else:
             transport = self.writer and self.writer.transport
             waiting = [op for _, op in self.ops if not op.released.done()]
-            self.wrong(f"not over after {LIMIT} s: {self.step}; {transport!r} {waiting}")
+            self.wrong(
+                f"not over after {LIMIT} s: {self.step}; {transport!r} {waiting}; {self.got} received, "
+                f"{unread(transport)} unread"
+            )
             living.cancel()
             await asyncio.wait({living})
         if not living.cancelled() and (error := living.exception()) is not None:
