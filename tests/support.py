@@ -246,16 +246,6 @@ class StalledReader:
             return bytes(data), True
         return bytes(data), False
 
-    def discard(self, n: int) -> int:
-        """Takes n bytes without copying them to memory (contents are not checked)."""
-        done = 0
-        while done < n:
-            got = self.peer.recv_into(bytearray(1), min(n - done, 1 << 20), socket.MSG_TRUNC)
-            if not got:
-                break
-            done += got
-        return done
-
     async def take(self, n: int, *, pace: float = 0.0, step: int = 1 << 18) -> bytes:
         return await in_thread(lambda: self.read(n, pace=pace, step=step))
 
