@@ -257,7 +257,7 @@ struct conn {
     int8_t local; /* is the peer on this machine? 0: not looked at yet; -1: no */
     uint8_t copied_in_row, reports;
     uint64_t probe_at, probe_gap;
-    uint64_t direct, direct_turn; /* bytes that azc_copy_now sent in that turn */
+    uint64_t direct, direct_turn; /* bytes that copy_now sent in that turn */
     bool held;                    /* azc_conn_hold */
     bool want_out;                /* the socket was full: wait until it is writable */
     bool out_armed;               /* uring: a poll for that is with the kernel */

@@ -22,7 +22,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* What azc_copy_now sends at most: parts in one call, bytes of one connection in a turn. */
+/* What copy_now sends at most: parts in one call, bytes of one connection in a turn. */
 #define DIRECT_PARTS 64
 #define DIRECT_BYTES (4u << 20)
 

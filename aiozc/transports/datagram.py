@@ -34,7 +34,7 @@ _FAMILY = struct.Struct("=H")
 _INET = struct.Struct("!2xH4s8x")
 _INET6 = struct.Struct("!2xHI16sI")
 _SCOPE = struct.Struct("=I")  # sin6_scope_id alone is in host order
-_fast_datagram = 3  # FAST_DGRAM of fast.h
+_FAST_DATAGRAM = 3  # FAST_DGRAM of fast.h
 _REMEMBERED = 4096  # addresses whose two forms are kept
 MAX_SEGMENT = 65507  # payload of the largest IPv4 datagram
 MAX_SEGMENTS = 128  # UDP_MAX_SEGMENTS (measured on 6.18); 64 in older kernels
@@ -102,7 +102,7 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
     def _begin(self) -> None:
         super()._begin()
         if not self._closing:
-            self._fast = _fast_datagram
+            self._fast = _FAST_DATAGRAM
 
     def _stopped(self) -> None:
         self._fast = 0
@@ -199,8 +199,8 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
             self._maybe_pause_protocol()
         elif rc < 0:
             raise MemoryError("aiozc: no memory to queue a datagram")
-        elif not name and (given is None or type(given) is tuple):
-            self._names[given] = name  # it is the connected one: the next call need not come here
+        elif not name:
+            self._remember_connected(given)
 
     zc_sendto = _fast.zc_sendto_method(DatagramOperation)
 
@@ -222,8 +222,8 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
         parts = _fast.Parts(data)
         segment = 0 if segment_size is None else self._segment(segment_size, parts.nbytes)
         op: Operation = self._zc_datagram(parts, name, segment)
-        if not name and (addr is None or type(addr) is tuple):
-            self._names[addr] = name  # it is the connected one: the next call need not come here
+        if not name:
+            self._remember_connected(addr)
         return op
 
     def _segment(self, segment_size: Any, size: int) -> int:
@@ -260,6 +260,11 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
                 "with loop.getaddrinfo()"
             )
         return name
+
+    def _remember_connected(self, addr: Any) -> None:
+        """A call with this address goes where the socket is connected: the next one need not ask Python."""
+        if addr is None or type(addr) is tuple:
+            self._names[addr] = b""
 
     def _known(self, addr: Any) -> bytes | None:
         try:
