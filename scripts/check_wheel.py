@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
-NEEDS = ["pytest>=8", "pytest-asyncio>=0.24", "hypothesis", "trustme"]
+NEEDS = ["pytest>=8", "pytest-asyncio>=0.24", "pytest-rerunfailures", "hypothesis", "trustme"]
 HIDE = """
 import ctypes, subprocess
 known = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=True).stdout

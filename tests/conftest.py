@@ -39,6 +39,8 @@ KNOBS = {item.partition("=")[0] for item in os.environ.get(faults.VARIABLE, "").
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.get_closest_marker("timing"):
+            item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=1))
         if not faults.KNOBS and item.get_closest_marker("faults"):
             item.add_marker(pytest.mark.skip(reason="needs a build with fault knobs"))
         if KNOBS and (why := reason_against(KNOBS, item.name)):

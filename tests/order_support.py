@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from support import linger_0
+from support import linger_0, set_rcvbuf
 
 TIMEOUT = 20.0  # seconds that any single wait of a test may take before it counts as a hang
 
@@ -106,12 +106,12 @@ def connected_pair(
     if family == "unix":
         ours, peer = socket.socketpair()
         if rcvbuf is not None:
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, rcvbuf)
+            set_rcvbuf(peer, rcvbuf)
     else:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             peer = socket.socket()
-            if rcvbuf is not None:  # before the handshake, so that it bounds the window too
-                peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, rcvbuf)
+            if rcvbuf is not None:
+                set_rcvbuf(peer, rcvbuf)
             peer.connect(listener.getsockname())
             # Nagle at the peer would wait for our delayed ACK: 40 ms a message, and no news.
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -42,7 +42,6 @@ MIB = 1024 * 1024
 # Small enough that nearly everything stays with the sender, large enough that a reader which
 # drains it is not slowed down by silly-window avoidance (4 KiB: seconds for a few hundred KiB).
 RCVBUF = 16 * KIB
-WIDE = 256 * KIB  # who reads as much as this in one go has a receive buffer to match
 # The kernel doubles both. With the small one some 74 KiB are accepted and then nothing more; with
 # the large one 8 MiB are accepted although the peer does not read.
 SMALL_SNDBUF = 64 * KIB
@@ -125,7 +124,15 @@ def set_sndbuf(sock: Any, size: int) -> None:
 
 
 def set_rcvbuf(sock: Any, size: int) -> None:
+    """Before listen() or connect() it bounds the first window, too.
+
+    Segments of loopback hold 64 KiB. A full window that is smaller than one is sent by the peer's kernel one
+    probe at a time, 200 ms apart and more, as soon as it remembers 127.0.0.1 as a slow path (`ip tcp_metrics`):
+    3 MiB took 10 s. So segments are made smaller than any window here.
+    """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1448)
 
 
 def linger_0(sock: Any) -> None:
@@ -170,7 +177,7 @@ class StalledReader:
         self.received = 0
         try:
             if rcvbuf is not None:
-                set_rcvbuf(self.listener, rcvbuf)  # before listen(): it bounds the first window
+                set_rcvbuf(self.listener, rcvbuf)
             # An AF_UNIX address of no bytes: the kernel picks an abstract one.
             self.listener.bind("" if family == socket.AF_UNIX else ("127.0.0.1", 0))
             self.listener.listen(128)
@@ -217,10 +224,6 @@ class StalledReader:
 
     def read(self, n: int, *, pace: float = 0.0, step: int = 1 << 18) -> bytes:
         """Exactly n bytes, or fewer where the stream ends; `pace` seconds between two receives."""
-        if n >= WIDE and not pace:
-            # A full window of RCVBUF may be smaller than a segment. Then the sender's kernel sends one a probe,
-            # 200 ms apart and more (3 MiB took 10 s, once the kernel knew 127.0.0.1 as a slow path).
-            set_rcvbuf(self.peer, WIDE)
         data = bytearray()
         while len(data) < n:
             piece = self.peer.recv(min(step, n - len(data)))

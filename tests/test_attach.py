@@ -321,6 +321,7 @@ def test_sent_and_released_are_apart(go: Runner, backend: str) -> None:
     go(main())
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("state", ["reading", "paused", "closed"])
 def test_nothing_spins_while_memory_is_pinned(go: Runner, backend: str, state: str) -> None:
     # With MSG_ZEROCOPY the loop's own descriptor shows EPOLLERR until the reactor has read what there is.
@@ -633,6 +634,7 @@ def test_upgraded_to_tls_meanwhile(go: Runner, factory: Any, how: str, nbytes: i
 # --- the loop -------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("kind", ["pinned", "unsent", "held"])
 def test_an_idle_loop_does_not_turn(go: Runner, kind: str) -> None:
     async def main() -> None:

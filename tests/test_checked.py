@@ -365,6 +365,7 @@ def test_an_exit_where_plain_writes_are_released_loses_nothing(
     loop.close()
 
 
+@pytest.mark.timing
 def test_a_sum_costs_less_than_the_alternative() -> None:
     data = os.urandom(8 * MIB)
 

@@ -1670,7 +1670,7 @@ def test_a_tls_writer_keeps_the_contract_by_copying(run, forced_loop_factory, ce
 
     def client(port: int) -> bytes:
         plain = socket.socket()
-        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RCVBUF)
+        set_rcvbuf(plain, RCVBUF)
         plain.settimeout(20)
         plain.connect(("127.0.0.1", port))
         with client_context.wrap_socket(plain, server_hostname="localhost") as tls:

@@ -294,7 +294,7 @@ async def main():
             pass
         else:
             assert op.bytes_sent == op.nbytes
-    assert asyncio.get_running_loop().time() - began < 2
+    assert asyncio.get_running_loop().time() - began < 10
     del ops
     assert stats().operations_live == 0, stats()
     assert stats().pinned_bytes == 0, stats()
@@ -414,7 +414,7 @@ def test_a_loop_closed_with_pins_outstanding_leaks_them(backend, how) -> None:
             data += rest
             child.tell("go")
             errors = child.finish()
-    assert took < 0.3 + 1.0
+    assert took < 0.3 + 5.0
     assert len(data) >= accepted > 100_000
     assert_prefix(data, MESSAGES)
     if not copies(backend):

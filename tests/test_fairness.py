@@ -189,7 +189,7 @@ def peers() -> Iterator[Peers]:
 
 def measure(backend: str, rounds: int, milliseconds: int, **settings: Any) -> list[dict[str, Any]]:
     """Rates without and beside the stalled peers, in turn; everything but the rates is checked."""
-    settings.setdefault("zc_timeout", TIMEOUT)
+    timeout = settings.setdefault("zc_timeout", TIMEOUT)
     arguments = (FAST, STALLED, rounds, milliseconds, json.dumps(settings))
     with peers() as them:
         with plain_python(
@@ -199,8 +199,8 @@ def measure(backend: str, rounds: int, milliseconds: int, **settings: Any) -> li
             child.finish()
         assert them.were_reset() == rounds * STALLED
     for found in told:
-        assert found["measured"] < TIMEOUT, "a machine too slow to measure beside stalled peers"
-        assert TIMEOUT <= found["waits"][0] <= found["waits"][1] < TIMEOUT + 2.0
+        assert found["measured"] < timeout, "a machine too slow to measure beside stalled peers"
+        assert timeout <= found["waits"][0] <= found["waits"][1] < timeout + 2.0
         assert found["timeouts"] == STALLED
         assert found["left"] == [0, 0, 0]
         assert found["connections"] == FAST
@@ -212,14 +212,12 @@ def measure(backend: str, rounds: int, milliseconds: int, **settings: Any) -> li
     return told
 
 
+@pytest.mark.timing
 def test_stalled_peers_leave_the_others_their_rate_and_end(backend) -> None:
     # Fails when: a stalled peer's pins, or its queue, are waited for by another connection; when
-    # nothing ends it. The bound is wide, and there are several tries: machines are shared. See the slow test.
-    ratios: list[float] = []
-    while len(ratios) < 4 and not any(ratio > 0.6 for ratio in ratios):
-        (found,) = measure(backend, 1, 500)
-        ratios.append(found["beside"] / found["without"])
-    assert max(ratios) > 0.6, ratios
+    # nothing ends it. The bound is wide: machines are shared. See the slow test.
+    (found,) = measure(backend, 1, 500, zc_timeout=3.0)
+    assert found["beside"] > 0.6 * found["without"], found
 
 
 @pytest.mark.slow

@@ -641,6 +641,7 @@ def test_call_soon_threadsafe_from_many_threads_loses_no_call(loop_factory):
         assert [i for n, i in seen if n == number] == list(range(500))
 
 
+@pytest.mark.timing
 def test_a_notification_wakes_an_idle_loop(run, forced_loop_factory):
     # Nothing but the notification can end this wait: there is no traffic and no near timer.
     async def main():
@@ -661,6 +662,7 @@ def test_a_notification_wakes_an_idle_loop(run, forced_loop_factory):
     run(main(), forced_loop_factory)
 
 
+@pytest.mark.timing
 def test_a_timer_alone_ends_the_wait_on_time(run):
     async def main():
         for delay in (0.0, 0.001, 0.01, 0.1):
@@ -675,6 +677,7 @@ def test_a_timer_alone_ends_the_wait_on_time(run):
 # --- signals -----------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 def test_a_signal_handler_of_the_loop_runs_during_an_idle_wait(run):
     async def main():
         loop = asyncio.get_running_loop()
@@ -694,6 +697,7 @@ def test_a_signal_handler_of_the_loop_runs_during_an_idle_wait(run):
     run(main())
 
 
+@pytest.mark.timing
 def test_a_plain_python_signal_handler_runs_during_an_idle_wait(run):
     # EINTR has to come back to Python: asyncio's wake-up descriptor is not set up here.
     seen = []
@@ -714,6 +718,7 @@ def test_a_plain_python_signal_handler_runs_during_an_idle_wait(run):
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.timing
 def test_a_signal_ends_a_wait_that_also_submitted(run):
     # Fails when: only EINTR ends the sleep; such an enter answers the number submitted instead.
     seen = []
@@ -744,6 +749,7 @@ def test_a_signal_ends_a_wait_that_also_submitted(run):
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.timing
 def test_keyboard_interrupt_ends_an_idle_wait_and_the_loop_still_works(backend):
     check_script(
         """
@@ -1172,6 +1178,7 @@ def test_receiving_goes_on_over_three_hundred_short_runs(loop_factory):
         peer.close()
 
 
+@pytest.mark.timing
 def test_close_with_a_stalled_peer_returns_and_leaks_the_memory_on_purpose(
     forced_loop_factory, caplog
 ):
@@ -1211,6 +1218,7 @@ def test_close_with_a_stalled_peer_returns_and_leaks_the_memory_on_purpose(
     peer.close()
 
 
+@pytest.mark.timing
 def test_close_waits_for_releases_that_come_in_time(loop_factory, caplog):
     content = pattern(0, 300_000)
     buffer = bytearray(content)
@@ -1239,6 +1247,7 @@ def test_close_waits_for_releases_that_come_in_time(loop_factory, caplog):
     peer.close()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("limit", [0.0, 0.2])
 def test_the_close_timeout_is_settable(loop_factory, limit):
     loop = loop_factory(adaptive=False, zc_threshold=0, zc_close_timeout=limit)

@@ -520,6 +520,7 @@ def test_who_sends_zero_copy_on_our_socket_ends_our_own() -> None:
     go(main())
 
 
+@pytest.mark.timing
 def test_a_forked_child_leaves_its_parents_queue_alone_and_does_not_spin() -> None:
     # Fails when: forget_parent leaves zc_on (the child reads the notifications, and the parent's memory
     # stays pinned), an EPOLLERR that stays is watched by levels (the child spins), or a receive that left

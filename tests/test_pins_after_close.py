@@ -122,6 +122,7 @@ def test_closing_resets_where_a_socket_s_close_would(
     run(main(), forced_loop_factory)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("how", ["close", "abort"])
 def test_zc_linger_ends_the_pins_of_a_closed_connection_whose_peer_stalls(
     run, forced_loop_factory, backend, how

@@ -528,7 +528,7 @@ def test_control_c_with_operations_in_flight_ends_soon_and_corrupts_nothing(back
             began = time.monotonic()
             child.process.send_signal(signal.SIGINT)
             child.expect("interrupted")
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 20
             data, _ = peer.read_until_reset()
             child.tell("go")
             child.finish()
@@ -569,7 +569,7 @@ def test_sigterm_ends_a_process_whose_peers_stall(backend: str, how: str) -> Non
             began = time.monotonic()
             child.process.terminate()
             child.finish(0 if how == "handled" else -signal.SIGTERM)
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 20
             data, _ = peer.read_until_reset()
     assert len(data) >= 3 * MIB
     assert_prefix(data, [(112, 3 * MIB), (113, 8 * MIB)])
@@ -611,7 +611,7 @@ def test_a_loop_in_a_daemon_thread_at_the_end_of_the_interpreter(backend: str) -
             child.expect("ending")
             began = time.monotonic()
             errors = child.finish()
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 20
             data, _ = peer.read_until_reset()
     assert "Fatal" not in errors and "Segmentation" not in errors, errors
     assert len(data) >= 3 * MIB

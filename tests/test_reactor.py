@@ -132,6 +132,7 @@ def test_turns_that_never_wait_still_see_what_overflowed(run, backend, loop_fact
     run(main(), lambda: loop_factory(adaptive=False, zc_threshold=0, **small))
 
 
+@pytest.mark.timing
 def test_an_idle_loop_sleeps(run):
     async def main():
         server = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
@@ -154,6 +155,7 @@ def test_an_idle_loop_sleeps(run):
     run(main())
 
 
+@pytest.mark.timing
 def test_a_loop_with_a_stalled_stream_sleeps(run, forced_loop_factory):
     async def main():
         _, writer, peer = await open_stream(sndbuf=65536, rcvbuf=65536)
@@ -173,6 +175,7 @@ def test_a_loop_with_a_stalled_stream_sleeps(run, forced_loop_factory):
     run(main(), forced_loop_factory)
 
 
+@pytest.mark.timing
 def test_a_paused_transport_with_data_waiting_lets_the_loop_sleep(run):
     async def main():
         transport, _, peer = await connect()

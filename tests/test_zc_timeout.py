@@ -51,6 +51,7 @@ async def assert_timed_out(stage: Any) -> None:
     assert caught.value.errno == errno.ETIMEDOUT
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
 def test_a_peer_that_stops_reading_is_reset(run, forced_loop_factory, family):
     # Fails when: nobody looks, when linger is not 0 (TCP: an end of file, and pins that stay), or when
@@ -104,6 +105,7 @@ def test_pinned_bytes_count_without_anything_unsent(run, forced_loop_factory):
     run(main(), lambda: forced_loop_factory(zc_timeout=TIMEOUT))
 
 
+@pytest.mark.timing
 def test_plain_writes_count_and_drain_raises(run, loop_factory):
     async def main() -> None:
         async with stalled(sndbuf=SMALL_SNDBUF) as (_, writer):
@@ -116,6 +118,7 @@ def test_plain_writes_count_and_drain_raises(run, loop_factory):
     run(main(), lambda: loop_factory(zc_timeout=TIMEOUT))
 
 
+@pytest.mark.timing
 def test_tls_and_what_it_waits_with_get_the_same_error(run, loop_factory):
     # Fails when: what waits for a position of the stream is told of a reset that nobody sent.
     server_context, client_context = tls_contexts()
@@ -174,6 +177,7 @@ def test_a_peer_that_reads_slowly_but_steadily_is_spared(run, forced_loop_factor
     run(main(), lambda: forced_loop_factory(zc_timeout=TIMEOUT))
 
 
+@pytest.mark.timing
 def test_time_counts_from_the_last_progress(run, forced_loop_factory):
     # Fails when: what was seen of a connection before it was idle is compared with what comes after.
     async def main() -> None:
@@ -212,6 +216,7 @@ def test_a_loop_that_was_blocked_blames_nobody(run, forced_loop_factory):
     run(main(), lambda: forced_loop_factory(zc_timeout=TIMEOUT))
 
 
+@pytest.mark.timing
 def test_a_timeout_of_one_transport(run, forced_loop_factory):
     # Fails when: the setting is the loop's alone, or infinity does not switch it off.
     async def main() -> None:
