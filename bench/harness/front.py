@@ -34,7 +34,7 @@ def parser(description: str | None, *, rounds: int, seconds: float) -> argparse.
     found.add_argument("--loops", nargs="+", choices=NAMES, help="default: all that there are")
     found.add_argument("--python", default=sys.executable, help="interpreter of the servers")
     found.add_argument("--json", type=Path, metavar="FILE", help="write all rounds to FILE")
-    found.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to FILE")
+    found.add_argument("--markdown", type=Path, metavar="FILE", help="write a page to FILE")
     found.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture (matplotlib)")
     found.add_argument(
         "--profile",

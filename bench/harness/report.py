@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .contestants import BASELINE
+from .contestants import BASELINE, FLOOR
 from .counters import Figures
 from .rounds import Outcome, Results
 from .rows import Row
@@ -96,6 +96,7 @@ def notes(results: Results) -> list[str]:
         "CPU time and minor page faults are the server's, for each request; where the server pushes, a "
         "request is one of its answers (bulk and sendfile: 64 MiB).",
     ]
+    found.append(", ".join(f"{c.name} {c.version}" for c in results.contestants if c.name != FLOOR))
     if results.interrupted:
         found.append("interrupted: medians of the rounds until then")
     found += [f"left out: {name} ({why})" for name, why in results.missing.items()]
@@ -108,14 +109,17 @@ def notes(results: Results) -> list[str]:
 
 
 def tables(results: Results) -> list[tuple[str, Table]]:
-    """With their titles."""
-    found = [(row.title, row_table(results, row)) for row in results.rows]
-    if len(results.rows) > 1 and any(results.median(row, BASELINE) for row in results.rows):
-        found += [
-            (f"Rate relative to {BASELINE}: above 1 is better", overview(results, "rate")),
-            (f"CPU time relative to {BASELINE}: below 1 is better", overview(results, "cpu")),
-        ]
-    return found
+    """With their titles; the row by row ones first, since a terminal shows the end."""
+    return [(row.title, row_table(results, row)) for row in results.rows] + overviews(results)
+
+
+def overviews(results: Results) -> list[tuple[str, Table]]:
+    if len(results.rows) < 2 or not any(results.median(row, BASELINE) for row in results.rows):
+        return []
+    return [
+        (f"Rate relative to {BASELINE}: above 1 is better", overview(results, "rate")),
+        (f"CPU time relative to {BASELINE}: below 1 is better", overview(results, "cpu")),
+    ]
 
 
 def show(results: Results) -> None:
@@ -129,13 +133,16 @@ def show(results: Results) -> None:
 
 
 def write_markdown(results: Results, path: Path) -> None:
+    """A page of its own: what was run, all rows at a glance, each row."""
     text = io.StringIO()
     console = Console(file=text, width=WIDTH)
-    for title, table in tables(results):
-        table.box = box.MARKDOWN
-        print(f"### {title}", file=text)
-        console.print(table)
+    print("# Loops side by side", file=text)
     for note in notes(results):
-        print(f"- {note}", file=text)
+        print(f"\n{note}", file=text)
+    glance = overviews(results)[::-1]
+    for title, table in [*glance, *tables(results)[: len(results.rows)]]:
+        table.box = box.MARKDOWN
+        print(f"\n## {title}", file=text)
+        console.print(table)
     # rich fills lines with spaces.
     path.write_text("".join(line.rstrip() + "\n" for line in text.getvalue().splitlines()))
