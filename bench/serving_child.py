@@ -7,6 +7,7 @@ kernel's zero page nor one cached buffer flatters anybody.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import json
 import os
@@ -75,6 +76,34 @@ class Pool(Write):
         return self.size * len(group)
 
 
+class Submit(Write):
+    """aiozc.zc_submit of `bytes` on a loop that is not ours, 2 MiB ahead of what the kernel took."""
+
+    backend = "uring"
+
+    def prepare(self) -> None:
+        import aiozc
+
+        super().prepare()
+        aiozc.zc_attach(backend=self.backend)
+        self.submit = aiozc.zc_submit
+        self.waiting: collections.deque[Any] = collections.deque()
+        self.ahead = max(1, (2 << 20) // self.size)
+
+    async def once(self) -> int:
+        self.waiting.append(self.submit(self.writers[0], self.parts[self.turn]))
+        self.turn = (self.turn + 1) % len(self.parts)
+        if len(self.waiting) > self.ahead:
+            await self.waiting.popleft().sent
+        return self.size
+
+
+class SubmitEpoll(Submit):
+    """The same by MSG_ZEROCOPY."""
+
+    backend = "epoll"
+
+
 class Sendfile(Write):
     """loop.sendfile out of memory (memfd)."""
 
@@ -132,6 +161,8 @@ class BroadcastPool(Broadcast):
 WAYS: dict[str, type[Write]] = {
     "write": Write,
     "pool": Pool,
+    "submit": Submit,
+    "submit-epoll": SubmitEpoll,
     "sendfile": Sendfile,
     "fan": Fan,
     "broadcast": Broadcast,
@@ -180,12 +211,13 @@ def run() -> None:
     loop, way, size, seconds, core, host, port = sys.argv[1:]
     os.sched_setaffinity(0, {int(core)})
     job = main(way, int(size), float(seconds), host, int(port))
+    if loop == "aiozc" or "submit" in way:
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     if loop == "uvloop":
         import uvloop
 
         figures = uvloop.run(job)
     elif loop == "aiozc":
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
         import aiozc
 
         figures = aiozc.run(job, backend="uring")
