@@ -35,9 +35,12 @@
 /* Received bytes that one turn hands out, at least: more of them would not be in the cache any more
  * when their protocol reads them (bench/peers.py, row echo-64KiB-x64). */
 #define TURN_BYTES (256u << 10)
-/* Half-closed peers: a request may end short there, and then without closing its stack. So it
- * gathers no more than this where it pins. */
+/* A request that may not wait for room may end short, and then without closing its stack. So it
+ * gathers no more than this where it pins, and twice as much after each that did not end short
+ * (without that, 16 entries of the kernel a MiB on other loops: bench/serving.py, "uvloop submit").
+ */
 #define UNSURE_MAX (64u << 10)
+#define SURE_MAX 4
 /* Parts smaller than this on average are copied: each is charged a page at the receiver, whose
  * window collapses (measured on loopback, 1,500 parts of 64 B to a 16 KiB receive buffer: 49.5 s,
  * 1 ms by copying). Not where a threshold of 0 forces zero-copy. */
@@ -250,6 +253,7 @@ struct conn {
     bool single; /* uring: one receive after the other, no multishot */
     bool cancel_rq, cancel_rq_sent;
     bool rq_waits;    /* uring: the request waits for room in the kernel */
+    uint8_t sure;     /* requests in a row that did not end short, SURE_MAX at most */
     bool half_closed; /* the peer will send nothing more; see uring.c for why that matters */
     bool last_eor;
     /* Adaptive: what trusted reports said, and the stream position of the next probe. */

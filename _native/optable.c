@@ -303,6 +303,7 @@ void req_first(struct req *q, int32_t res, bool more)
         accepted = issued;
     c->rq = NULL;
     c->cancel_rq = c->cancel_rq_sent = false;
+    c->sure = accepted < issued ? 0 : c->sure < SURE_MAX ? c->sure + 1 : SURE_MAX;
     c->q.in_request = 0;
     q->first_seen = true;
     if (q->zc)

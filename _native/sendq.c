@@ -202,8 +202,8 @@ static int gather(struct conn *c, struct gathered *g, bool plain)
     uint32_t max = q->count < c->r->cfg.max_parts ? q->count : c->r->cfg.max_parts, n = 0;
     if (q->copy_left && q->copy_left < limit)
         limit = q->copy_left;
-    if (!plain && (q->zc_parts || q->auto_parts) && !may_wait(c) && limit > UNSURE_MAX)
-        limit = UNSURE_MAX;
+    if (!plain && (q->zc_parts || q->auto_parts) && !may_wait(c) && limit > UNSURE_MAX << c->sure)
+        limit = UNSURE_MAX << c->sure;
     int rc = reserve_iov(q, max);
     if (rc < 0)
         return rc;

@@ -908,7 +908,7 @@ static int relieve(struct azc_reactor *r)
     return 0;
 }
 
-static int uring_wait(struct azc_reactor *r, int64_t timeout_ns)
+static int turn(struct azc_reactor *r, int64_t timeout_ns)
 {
     struct uring *u = uring_of(r);
     uint64_t deadline = timeout_ns > 0 ? now_ns() + (uint64_t)timeout_ns : 0;
@@ -956,6 +956,22 @@ static bool uring_idle(struct azc_reactor *r)
     struct uring *u = uring_of(r);
     return !u->orphans && !io_uring_sq_ready(&u->ring) && !io_uring_cq_ready(&u->ring) &&
            !(sq_flags(u) & (IORING_SQ_TASKRUN | IORING_SQ_CQ_OVERFLOW));
+}
+
+/* On a loop that is not ours: what a turn itself completes is not to wake that loop once more. The
+ * kernel says that work came before it looks whether to signal, so what came in between is seen. */
+static int uring_wait(struct azc_reactor *r, int64_t timeout_ns)
+{
+    struct uring *u = uring_of(r);
+    if (u->evfd < 0)
+        return turn(r, timeout_ns);
+    io_uring_cq_eventfd_toggle(&u->ring, false);
+    int rc = turn(r, timeout_ns);
+    io_uring_cq_eventfd_toggle(&u->ring, true);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    if (io_uring_cq_ready(&u->ring) || sq_flags(u) & (IORING_SQ_TASKRUN | IORING_SQ_CQ_OVERFLOW))
+        (void)eventfd_write(u->evfd, 1);
+    return rc;
 }
 
 /* A writer that would be paused is spared a turn of the loop if the socket takes it all at once. */

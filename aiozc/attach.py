@@ -72,18 +72,25 @@ def zc_submit(writer: asyncio.StreamWriter, data: Sendable) -> Operation:
         return streams.zc_submit(writer, data)
     if getattr(writer, "_loop", loop) is not loop:
         raise RuntimeError("the writer belongs to another event loop; call it there")
-    real = standin.real_of(writer.transport)
-    if real.get_extra_info("sslcontext") is not None:
-        return foreign_tls.tls_submit(loop, writer, real, data)
-    sock = standin.check(real)
+    transport = writer.transport
+    stream = standin.stream_of(transport)  # while it has one, a few looks are spared
+    real = transport if stream is None else stream.real
+    sock = None
+    if stream is None:
+        real = standin.real_of(transport)
+        if real.get_extra_info("sslcontext") is not None:
+            return foreign_tls.tls_submit(loop, writer, real, data)
+        sock = standin.socket_of(real)
+    standin.check(real)
     keep = Parts(data)
     if not keep.nbytes:
         return Operation.finished(loop)
-    attachment = _find(loop) or _make(loop, Settings())
-    attachment.enter()
-    stream = attachment.streams.get(id(real))
     if stream is None:
-        stream = foreign.Stream(attachment, real, sock)
+        attachment = _find(loop) or _make(loop, Settings())
+        attachment.enter()
+        stream = attachment.streams.get(id(real)) or foreign.Stream(attachment, real, sock)
+    else:
+        stream.at.enter()
     return stream.submit(writer, keep)
 
 
@@ -177,13 +184,14 @@ class Attachment:
         self.pumps += 1
         if reactor.native is not None:
             self.enter()
+        self._walk()  # what SystemExit left
         for _ in range(_TURNS):
             if reactor.native is None:
                 return
-            self._walk()  # what SystemExit left
-            reactor.take(lib.azc_wait(reactor.native, 0))
-            self._walk()
-            if not lib.azc_more(reactor.native):
+            if rc := lib.azc_wait(reactor.native, 0):
+                reactor.take(rc)
+                self._walk()
+            if not (reactor.native and lib.azc_more(reactor.native)):
                 break
         else:
             self.soon()

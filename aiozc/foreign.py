@@ -33,9 +33,9 @@ class Stream:
     """See the module. Told of its operations like a future, and of its connection by the reactor."""
 
     def __init__(self, at: Attachment, real: Any, sock: Any) -> None:
-        self._at = at
+        self.at = at
         self._reactor = reactor = at.reactor
-        self._real = real
+        self.real = real
         self._fd, self._conn = open_duplicate(reactor, sock, self)
         self.queueing = False
         self._room: _Room | None = None  # while the queue is held
@@ -103,26 +103,26 @@ class Stream:
             self._queued()
 
     def is_closing(self) -> bool:
-        return self._closing or bool(self._real.is_closing())
+        return self._closing or bool(self.real.is_closing())
 
     def unsent(self) -> int:
         return int(self._conn.unsent) if self._conn is not None else 0
 
     def take_limits(self) -> None:
-        self._conn.low, self._conn.high = self._real.get_write_buffer_limits()
+        self._conn.low, self._conn.high = self.real.get_write_buffer_limits()
 
     def _queued(self) -> None:
         """Something was put into the queue."""
         self._pause()
         lib.azc_conn_notify(self._conn, lib.AZC_NOTIFY_DRAINED)
-        self._at.soon()
+        self.at.soon()
 
     def _take_over(self, writer: Any) -> None:
         if not self.queueing:
             self.queueing = True
-            if self._real.get_write_buffer_size():
+            if self.real.get_write_buffer_size():
                 lib.azc_conn_hold(self._conn, 1)
-                self._room = _Room(self, self._at, self._fd)
+                self._room = _Room(self, self.at, self._fd)
                 self._await_flush()
         elif self._room is None:
             self._look_for_strangers()
@@ -138,7 +138,7 @@ class Stream:
         writers, self._writers = self._writers, []
         for writer in writers:
             if writer._transport is self._stand_in:
-                writer._transport = self._real
+                writer._transport = self.real
             vars(writer).pop("start_tls", None)
         self._resume()
         waiters, self._waiters = self._waiters, []
@@ -148,15 +148,15 @@ class Stream:
 
     async def when_empty(self) -> None:
         while self.queueing:
-            waiter = self._at.loop.create_future()
+            waiter = self.at.loop.create_future()
             self._waiters.append(waiter)
             await waiter
 
     def _look_for_strangers(self) -> None:
-        if self._real.get_write_buffer_size() and not self._warned:
+        if self.real.get_write_buffer_size() and not self._warned:
             self._warned = True
-            self._at.report(
-                f"bytes were written to {self._real!r} itself while zero-copy operations of its writer "
+            self.at.report(
+                f"bytes were written to {self.real!r} itself while zero-copy operations of its writer "
                 "were unsent: the peer may get them out of order. Write through the StreamWriter"
             )
 
@@ -164,7 +164,7 @@ class Stream:
 
     def _await_flush(self) -> None:
         """Its own buffer goes first: whenever the socket has room the loop sends from it."""
-        self._held_size = self._real.get_write_buffer_size()
+        self._held_size = self.real.get_write_buffer_size()
         self._idle_looks = 0
         self._wait_for_room()
 
@@ -173,14 +173,14 @@ class Stream:
             self._room.wait()
 
     def look_at_buffer(self) -> None:
-        size = self._real.get_write_buffer_size()
-        if self._real.is_closing():
+        size = self.real.get_write_buffer_size()
+        if self.real.is_closing():
             # Ended by others; its buffer may have been thrown away, and nothing may follow the gap.
             self._lose(errno.ECONNRESET)
         elif not size:
             self._release_flush()
             self._pause()
-            self._at.soon()
+            self.at.soon()
         elif size < self._held_size:
             self._await_flush_soon(size)
         elif (looks := self._idle_looks + 1) < _LOOKS:
@@ -188,12 +188,12 @@ class Stream:
         else:
             # Not a byte went although the socket has room: no spinning on that.
             self._idle_looks = 0
-            self._at.loop.call_later(_STUCK, self._wait_for_room)
+            self.at.loop.call_later(_STUCK, self._wait_for_room)
 
     def _await_flush_soon(self, size: int, looks: int = 0) -> None:
         """In the loop's next turn, for it sends from the buffer in between."""
         self._held_size, self._idle_looks = size, looks
-        self._at.loop.call_soon(self._wait_for_room)
+        self.at.loop.call_soon(self._wait_for_room)
 
     def _release_flush(self) -> None:
         room, self._room = self._room, None
@@ -207,14 +207,14 @@ class Stream:
     def _pause(self) -> None:
         if self._paused is not None or self._conn.unsent <= self._conn.high:
             return
-        protocol = self._real.get_protocol()
+        protocol = self.real.get_protocol()
         if getattr(protocol, "_paused", False) or getattr(protocol, "_ssl_writing_paused", False):
             return  # by the transport, which resumes it when its own buffer is sent: then again
         self._paused = protocol
         try:
             protocol.pause_writing()
         except Exception as exc:
-            self._at.report("protocol.pause_writing() failed", exc)
+            self.at.report("protocol.pause_writing() failed", exc)
         lib.azc_conn_notify(self._conn, lib.AZC_NOTIFY_LOW)
 
     def _resume(self) -> None:
@@ -223,12 +223,12 @@ class Stream:
             try:
                 protocol.resume_writing()
             except Exception as exc:
-                self._at.report("protocol.resume_writing() failed", exc)
+                self.at.report("protocol.resume_writing() failed", exc)
 
     def set_protocol(self, protocol: Any) -> None:
         paused = self._paused is not None
         self._resume()
-        self._real.set_protocol(protocol)
+        self.real.set_protocol(protocol)
         if paused:
             self._pause()
 
@@ -241,7 +241,7 @@ class Stream:
         self._ops -= 1
         if self._conn is not None and not self._conn.unsent:
             # Withdrawn, maybe: the event that the queue is empty comes with the next turn.
-            self._at.soon()
+            self.at.soon()
         self._maybe_end()
 
     # -- told by the reactor --
@@ -273,22 +273,22 @@ class Stream:
             self._look_for_strangers()
         self._give_back()
         if self._eof:
-            self._real.write_eof()
+            self.real.write_eof()
         if self._closing:
-            if not self._real.get_write_buffer_size():  # else a shutdown would cut that off
+            if not self.real.get_write_buffer_size():  # else a shutdown would cut that off
                 self._close_now()
-            self._real.close()
+            self.real.close()
         self._maybe_end()
 
     def _lose(self, error: int) -> None:
         """Sending is over; what was queued is dropped, so nothing may be sent behind the gap."""
         lib.azc_conn_abort(self._conn, -error)
         self._give_back()
-        self._at.soon()  # it tells the operations
-        if not self._real.is_closing():
-            force = getattr(self._real, "_force_close", None)
+        self.at.soon()  # it tells the operations
+        if not self.real.is_closing():
+            force = getattr(self.real, "_force_close", None)
             exc = OSError(error, os.strerror(error))
-            force(exc) if force is not None else self._real.abort()
+            force(exc) if force is not None else self.real.abort()
         self._maybe_end()
 
     def _loop_closed(self) -> None:
@@ -307,15 +307,15 @@ class Stream:
         self._closing = True
         self._give_back()
         self._close_now()
-        self._real.abort()
+        self.real.abort()
 
     def _maybe_end(self) -> None:
         if not self._ops and not self.queueing and self._conn is not None:
             self._close_now()
 
     def _unlist(self) -> None:
-        if self._at.streams.get(id(self._real)) is self:
-            del self._at.streams[id(self._real)]
+        if self.at.streams.get(id(self.real)) is self:
+            del self.at.streams[id(self.real)]
 
     def _close_now(self) -> None:
         """The queue's end. With memory pinned the socket is shut down, for the transport is closed, too; the
@@ -324,17 +324,17 @@ class Stream:
         if conn is None:
             return
         self._unlist()
-        self._at.soon()
+        self.at.soon()
         try:
             self._reactor.close_conn(conn, errno.ECONNABORTED)
         except OSError as exc:  # the kernel still has a request: its descriptor must not be closed
-            self._at.report("a descriptor is kept", exc)
+            self.at.report("a descriptor is kept", exc)
             return
         os.close(self._fd)
 
     def look(self, now: float, limit: float) -> None:
         """Once the transport is closed nobody else could end a peer that takes nothing: it is reset."""
-        if self._conn is None or not self._real.is_closing():
+        if self._conn is None or not self.real.is_closing():
             self._far = None
             return
         far = int(self._conn.sent_pos), unacked(self._fd)

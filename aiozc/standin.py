@@ -26,19 +26,28 @@ def real_of(transport: Any) -> Any:
     return transport._real if isinstance(transport, StandIn) else transport
 
 
-def check(real: Any) -> Any:
-    """The transport's socket. Raises where nothing can be queued any more, or never could."""
+def stream_of(transport: Any) -> Stream | None:
+    """Of a stand-in whose queue is not empty."""
+    return transport.stream() if type(transport) is StandIn else None
+
+
+def socket_of(real: Any) -> Any:
+    """The transport's socket. Raises where nothing could ever be queued."""
     sock = real.get_extra_info("socket")
     if sock is None or sock.type != socket.SOCK_STREAM or not _is_socket(sock.fileno()):
         raise RuntimeError(
             f"zc_send needs a connection of a stream socket, and this is a {type(real).__name__}; "
             "write to it as ever"
         )
+    return sock
+
+
+def check(real: Any) -> None:
+    """Raises where nothing can be queued any more."""
     if getattr(real, "_eof", False) is True:
         raise RuntimeError("Cannot call zc_submit() after write_eof()")
     if real.is_closing():
         raise closing()
-    return sock
 
 
 def _is_socket(fd: int) -> bool:
@@ -73,37 +82,37 @@ class StandIn(asyncio.Transport):
         self._at = at
         self._real = real
 
-    def _stream(self) -> Stream | None:
+    def stream(self) -> Stream | None:
         stream = self._at.streams.get(id(self._real))
         return stream if stream is not None and stream.queueing else None
 
     def write(self, data: Any) -> None:
-        (self._stream() or self._real).write(data)
+        (self.stream() or self._real).write(data)
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:
-        if (stream := self._stream()) is None:
+        if (stream := self.stream()) is None:
             self._real.writelines(list_of_data)
             return
         for data in list_of_data:
             stream.write(data)
 
     def write_eof(self) -> None:
-        (self._stream() or self._real).write_eof()
+        (self.stream() or self._real).write_eof()
 
     def can_write_eof(self) -> bool:
         return bool(self._real.can_write_eof())
 
     def close(self) -> None:
-        (self._stream() or self._real).close()
+        (self.stream() or self._real).close()
 
     def abort(self) -> None:
-        (self._stream() or self._real).abort()
+        (self.stream() or self._real).abort()
 
     def is_closing(self) -> bool:
-        return bool((self._stream() or self._real).is_closing())
+        return bool((self.stream() or self._real).is_closing())
 
     def get_write_buffer_size(self) -> int:
-        stream = self._stream()
+        stream = self.stream()
         held: int = self._real.get_write_buffer_size()
         return held + (stream.unsent() if stream else 0)
 
@@ -113,14 +122,14 @@ class StandIn(asyncio.Transport):
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         self._real.set_write_buffer_limits(high=high, low=low)
-        if stream := self._stream():
+        if stream := self.stream():
             stream.take_limits()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._real.get_extra_info(name, default)
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        (self._stream() or self._real).set_protocol(protocol)
+        (self.stream() or self._real).set_protocol(protocol)
 
     def get_protocol(self) -> asyncio.BaseProtocol:
         protocol: asyncio.BaseProtocol = self._real.get_protocol()
@@ -139,7 +148,7 @@ class StandIn(asyncio.Transport):
     def _sendfile_compatible(self) -> Any:
         """loop.sendfile sends from the socket itself, past any queue: it raises while there is one."""
         no = constants._SendfileMode.UNSUPPORTED
-        return no if self._stream() else getattr(self._real, "_sendfile_compatible", no)
+        return no if self.stream() else getattr(self._real, "_sendfile_compatible", no)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
