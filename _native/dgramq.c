@@ -287,7 +287,7 @@ void dgramq_answered(struct conn *c, struct dgram *d, int32_t res)
     } else if (c->pub.error) {
         done(c, d, c->pub.error);
     } else if (reason >= 0) {
-        c->r->stats.fallbacks[reason]++;
+        fell_back(c->r, reason);
         z->way = WAY_COPY;
         if (reason == AZC_FALLBACK_EOPNOTSUPP)
             c->pub.zc_ok = 0;

@@ -47,6 +47,11 @@
 #define ZC_PART_MIN 1024u
 /* So many bytes out of one region are worth a request of their own, where other parts follow. */
 #define REGION_CUT (32u << 10)
+/* ENOMEM teaches what may really be pinned, for other processes of the user lock memory, too. What
+ * was learnt wears off: a refusal costs a failed request, and one in so many may meet it. Not below
+ * a share of the cap, for the limit is not the only cause of ENOMEM. */
+#define SHORT_WEARS 256u
+#define CAP_LEAST 64u
 /* Adaptive: so many trusted reports in a row decide that the path copies; it is probed again by one
  * request after so many bytes, then after twice as many, and so on (a capture ends, a route
  * changes). */
@@ -185,6 +190,7 @@ struct gathered {
 };
 
 void adapt(struct conn *c, bool copied);
+void fell_back(struct azc_reactor *r, int reason);
 bool zc_allowed(struct conn *c, uint64_t zc_bytes, const struct gathered *g);
 
 /* ---- errqueue.c ---- */
@@ -337,6 +343,7 @@ struct azc_reactor {
     size_t n_rel, cap_rel;
     azc_config cfg;
     azc_stats stats;
+    uint64_t zc_short; /* of zc_loop_cap: what ENOMEM showed not to be there */
     const struct backend *be;
     void *be_data;
     struct table ops, reqs, conns;

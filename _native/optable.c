@@ -316,7 +316,7 @@ void req_first(struct req *q, int32_t res, bool more)
     q->end_pos = c->pub.sent_pos;
     int reason = res < 0 ? fallback_reason(-res) : -1;
     if (q->zc && reason >= 0) {
-        r->stats.fallbacks[reason]++;
+        fell_back(r, reason);
         if (reason == AZC_FALLBACK_EOPNOTSUPP)
             c->pub.zc_ok = 0;
         else

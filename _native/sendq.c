@@ -139,6 +139,27 @@ static int reserve_iov(struct sendq *q, uint32_t want)
     return 0;
 }
 
+static bool has_room(struct azc_reactor *r, uint64_t bytes)
+{
+    uint64_t wears = bytes / SHORT_WEARS + 1;
+    r->zc_short = r->zc_short > wears ? r->zc_short - wears : 0;
+    return r->stats.pinned_bytes + bytes <= r->cfg.zc_loop_cap - r->zc_short;
+}
+
+/* The kernel refused a request, which is not pinned any more. After ENOMEM: what still is, is what
+ * there was room for. */
+void fell_back(struct azc_reactor *r, int reason)
+{
+    uint64_t cap = r->cfg.zc_loop_cap, fits = r->stats.pinned_bytes;
+    r->stats.fallbacks[reason]++;
+    if (reason != AZC_FALLBACK_ENOMEM)
+        return;
+    if (fits < cap / CAP_LEAST)
+        fits = cap / CAP_LEAST;
+    if (fits < cap && r->zc_short < cap - fits)
+        r->zc_short = cap - fits;
+}
+
 bool zc_allowed(struct conn *c, uint64_t zc_bytes, const struct gathered *g)
 {
     struct azc_reactor *r = c->r;
@@ -160,8 +181,7 @@ bool zc_allowed(struct conn *c, uint64_t zc_bytes, const struct gathered *g)
     }
     /* The loop's cap is a share of what may be locked; a region was locked when it was registered.
      */
-    if (c->pub.pinned + bytes > c->pub.zc_cap ||
-        (!g->region.id && r->stats.pinned_bytes + bytes > r->cfg.zc_loop_cap)) {
+    if (c->pub.pinned + bytes > c->pub.zc_cap || (!g->region.id && !has_room(r, bytes))) {
         r->stats.fallbacks[AZC_FALLBACK_CAP]++;
         return false;
     }

@@ -28,8 +28,8 @@ class ZcStats:
     for the first of a stack only).
     fallbacks: requests that went by copying, by reason: ENOMEM (RLIMIT_MEMLOCK), ENOBUFS
     (MSG_ZEROCOPY: net.core.optmem_max, or RLIMIT_MEMLOCK), EOPNOTSUPP (the socket cannot, or its
-    error queue is somebody's), cap (over zc_transport_cap or zc_loop_cap), path (adaptive: this
-    connection's path copies anyway).
+    error queue is somebody's), cap (over zc_transport_cap, or zc_loop_cap, which ENOMEM lowers for a
+    while), path (adaptive: this connection's path copies anyway).
     queued_bytes: accepted and not sent. pinned_bytes: issued zero-copy and not released.
     stacks: zero-copy requests that ended a stack (see zc_eor_bytes in Settings).
     notification_turns: times that the completion queue was read and held at least one notification.

@@ -388,6 +388,55 @@ static void a_timeout_begins_anew_with_what_is_queued_anew(void)
     CHECK(c->pub.error == -ETIMEDOUT && !other->pub.error && r->stats.timeouts == 1);
 }
 
+/* Another process has locked what we counted on. Fails when: fell_back learns nothing, or what was
+ * learnt does not wear off. */
+static void memory_that_is_not_there_lowers_the_cap_for_a_while(void)
+{
+    azc_reactor *r = make(1000);
+    struct conn *c[4];
+    struct req *q[4];
+    r->cfg.zc_loop_cap = 4000;
+    for (int i = 0; i < 4; i++) {
+        c[i] = connection(r);
+        azc_submit_one(&c[i]->pub, memory, 1000);
+        q[i] = issue(c[i]);
+        CHECK(q[i]->zc);
+    }
+    for (int i = 0; i < 3; i++)
+        req_first(q[i], 1000, true);
+    req_first(q[3], -ENOMEM, true); /* 3000 fit */
+    req_notif(q[3], false, false);
+    q[3] = issue(c[3]);
+    CHECK(!q[3]->zc);
+    req_first(q[3], 1000, false);
+    azc_submit_one(&c[3]->pub, memory, 1000);
+    q[3] = issue(c[3]);
+    CHECK(!q[3]->zc && r->stats.fallbacks[AZC_FALLBACK_CAP] == 1);
+    req_first(q[3], 1000, false);
+    req_notif(q[0], true, false);
+    azc_submit_one(&c[0]->pub, memory, 1000);
+    q[0] = issue(c[0]);
+    CHECK(q[0]->zc && r->stats.pinned_bytes == 3000); /* as much as was there goes on */
+    req_first(q[0], 1000, true);
+    int copied = 0;
+    for (; copied < 1000; copied++) {
+        azc_submit_one(&c[3]->pub, memory, 1000);
+        q[3] = issue(c[3]);
+        if (q[3]->zc)
+            break;
+        req_first(q[3], 1000, false);
+    }
+    CHECK(copied > 100 && copied < 300 && r->stats.pinned_bytes == 4000);
+    for (int i = 0; i < 3; i++)
+        req_notif(q[i], true, false);
+    req_first(q[3], -ENOMEM, false); /* not a byte is left: it is tried again all the same */
+    CHECK(r->stats.pinned_bytes == 0);
+    req_first(issue(c[3]), 1000, false);
+    azc_submit_one(&c[0]->pub, memory, 4000 / CAP_LEAST);
+    q[0] = issue(c[0]);
+    CHECK(q[0]->zc);
+}
+
 static void tokens_of_freed_slots_are_stale(void)
 {
     struct table t;
@@ -446,6 +495,7 @@ int main(void)
     release_times_fall_into_their_buckets();
     only_what_a_notification_released_is_timed();
     a_timeout_begins_anew_with_what_is_queued_anew();
+    memory_that_is_not_there_lowers_the_cap_for_a_while();
     tokens_of_freed_slots_are_stale();
     everything_is_given_back();
     return 0;
