@@ -55,6 +55,11 @@ CANNOT_HOLD: list[tuple[str, str, str]] = [
         "it asserts that a certain request pins memory, and every third is refused and copied",
     ),
     (
+        "zc_enomem",
+        r"test_over_a_cap_a_transport_sends_by_copying\[(uring|epoll)-zc_loop_cap\]",
+        "it asserts how much of the loop's cap gets pinned, and ENOMEM lowers that cap",
+    ),
+    (
         "short_send",
         r"test_(over_a_cap_a_transport_sends_by_copying|a_transport_s_cap_can_be_set_on_it_alone)"
         r"\[epoll.*",

@@ -22,6 +22,7 @@ import contextlib
 import fcntl
 import os
 import re
+import resource
 import select
 import socket
 import ssl
@@ -374,6 +375,24 @@ def locked(buffer: bytearray) -> bool:
 
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+@contextlib.contextmanager
+def no_descriptor_free() -> Iterator[None]:
+    """Whatever takes a new descriptor meets EMFILE."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    try:
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in taken:
+            os.close(fd)
 
 
 def resident_bytes() -> int:

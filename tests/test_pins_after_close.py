@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from collections.abc import Coroutine
 from contextlib import closing
 from typing import Any
@@ -25,6 +26,8 @@ from support import (
     eventually,
     in_thread,
     linger_0,
+    locked,
+    no_descriptor_free,
     open_descriptors,
     soon,
 )
@@ -175,6 +178,44 @@ def test_zc_linger_is_checked() -> None:
     for bad in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="zc_linger is in seconds"):
             aiozc.Settings(zc_linger=bad)
+
+
+# --- no descriptor is free for the duplicate ----------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+def test_without_a_free_descriptor_memory_stays_locked_until_somebody_can_tell(
+    forced_loop_factory, backend, how
+) -> None:
+    # A ring tells without a descriptor; an error queue cannot be read any more, so there it is kept for good.
+    # Fails when: a connection that could keep none is taken for released.
+    if copies(backend):
+        pytest.skip("nothing is pinned")
+    loop = forced_loop_factory(zc_close_timeout=0.2)
+
+    async def main() -> tuple[Any, bytearray]:
+        with StalledReader() as peer:
+            writer, op, buffer = await pinned(peer, backend)
+            with no_descriptor_free():
+                writer.transport.abort() if how == "abort" else writer.close()
+                await eventually(lambda: writer.transport._sock is None)  # type: ignore[attr-defined]
+            await asyncio.sleep(0.1)
+            assert not op.released.done() and locked(buffer)
+            assert_stream(await peer.take_all(), [(A, MIB)])  # and then the end of the stream
+            if backend == "uring":
+                assert (await soon(op.released)).nbytes == MIB
+            return op, buffer
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        op, buffer = loop.run_until_complete(asyncio.wait_for(main(), 20))
+        loop.close()
+    for_good = [w for w in seen if "kernel" in str(w.message)]
+    if backend == "uring":
+        assert not for_good and not locked(buffer)
+    else:
+        assert not op.released.done() and locked(buffer)
+        assert [w.category for w in for_good] == [ResourceWarning]
 
 
 # --- the loop goes on in another thread ---------------------------------------------------------
