@@ -756,13 +756,23 @@ static int look(struct conn *c)
     return c->pub.ref_token || c->pub.unsent > c->pub.high || c->pub.error;
 }
 
-/* 0: done. 1: look at error, at ref_token (hold the buffer) and at unsent (above high). -ENOMEM. By
- * copying where that is cheap, else sent at once, and what remains by reference (`by_reference`:
- * nobody changes it) or as a snapshot. */
+/* No memory to queue the rest of a write. Behind a part of it that went nothing may follow. */
+static int not_queued(struct conn *c, bool part_went)
+{
+    if (!part_went)
+        return -ENOMEM;
+    conn_send_failed(c, -ENOMEM);
+    return 1;
+}
+
+/* 0: done. 1: look at error, at ref_token (hold the buffer) and at unsent (above high). -ENOMEM:
+ * nothing of it went or was queued. By copying where that is cheap, else sent at once, and what
+ * remains by reference (`by_reference`: nobody changes it) or as a snapshot. */
 int azc_write(azc_conn *pub, const char *p, size_t n, int by_reference)
 {
     struct conn *c = conn_of(pub);
     uint64_t token = 0;
+    size_t whole = n;
     pub->ref_token = 0;
     if (c->pub.error || c->closed)
         return 1; /* nothing is queued any more: asyncio's write() drops, too */
@@ -778,17 +788,17 @@ int azc_write(azc_conn *pub, const char *p, size_t n, int by_reference)
     if (n && !small && by_reference) {
         azc_op *op = op_new(c->r, zc ? OP_AUTO : OP_REF, n);
         if (!op)
-            return -ENOMEM;
+            return not_queued(c, n < whole);
         if (sendq_push(c, p, n, op) < 0) {
             op_forget(c->r, op);
-            return -ENOMEM;
+            return not_queued(c, n < whole);
         }
         token = op->token;
         if (zc && pub->unsent > pub->high)
             c->r->be->send_now(c);
     } else if (n) {
         if (sendq_copy(c, p, n) < 0)
-            return -ENOMEM;
+            return not_queued(c, n < whole);
         if (small && pub->unsent >= send_at(pub) && !c->q.auto_parts)
             send_now(c, NULL, 0);
     }

@@ -83,13 +83,7 @@ class Stream:
         kept = data if type(data) is bytes else bytes(data)
         if not kept:
             return
-        conn = self._conn
-        if (
-            Parts(kept).write_to(conn.address, self._reactor.held, True)
-            and not (conn.ref_token or conn.error)
-            and conn.unsent <= conn.high
-        ):
-            raise MemoryError("aiozc: no memory to queue a write")
+        Parts(kept).write_to(self._conn.address, self._reactor.held, True)
         self._queued()
 
     def write_eof(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import re
@@ -27,7 +28,7 @@ from order_support import (
     open_stream,
     pattern,
 )
-from support import locked
+from support import SMALL_SNDBUF, LoopErrors, eventually, in_thread, locked, stalled
 
 import aiozc
 from aiozc import attach, faults
@@ -194,6 +195,66 @@ def test_an_operation_without_memory_raises_and_leaves_nothing(run, forced_loop_
         assert_same_stream(expected, await reader.aresult())
         await limited(op.released)
         peer.close()
+
+    run(main(), forced_loop_factory)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("size", [100, 50_000])
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_a_write_without_memory_raises_also_where_writing_is_paused(
+    run, forced_loop_factory, kind: type, size: int
+) -> None:
+    # Fails when: who is above high water is only looked at for pausing; or more than that write is lost.
+    async def main() -> None:
+        async with stalled(sndbuf=SMALL_SNDBUF) as (peer, writer):
+            data = [pattern(1, 400_000), pattern(2, size), pattern(3, size), pattern(4, size)]
+            writer.write(data[0])
+            writer.write(data[1])
+            level = writer.transport.get_write_buffer_size()
+            assert level > writer.transport.get_write_buffer_limits()[1]
+            # A small write may find room behind the one before it.
+            with fault(asyncio.get_running_loop(), "op_nomem", 1):
+                await eventually(lambda: not fits(writer, kind(data[2])))
+                refused_at = writer.transport.get_write_buffer_size()
+                for _ in range(3):
+                    assert not fits(writer, kind(data[2]))
+                assert writer.transport.get_write_buffer_size() == refused_at
+            went = (refused_at - level) // size
+            writer.write(data[3])
+            writer.write_eof()
+            assert_same_stream([*data[:2], *[data[2]] * went, data[3]], await peer.take_all())
+
+    run(main(), forced_loop_factory)
+
+
+def fits(writer: asyncio.StreamWriter, data: bytes) -> bool:
+    try:
+        writer.write(data)
+    except MemoryError:
+        return False
+    return True
+
+
+@pytest.mark.faults
+def test_a_write_of_which_part_went_and_no_more_can_be_queued_ends_the_connection(
+    run, forced_loop_factory
+) -> None:
+    # Fails when: that is a MemoryError like any other, for then what is written next follows a gap.
+    async def main() -> None:
+        errors = LoopErrors()
+        async with stalled(sndbuf=SMALL_SNDBUF) as (peer, writer):
+            lost = writer.transport.get_protocol()._closed
+            whole = pattern(1, 4_000_000)
+            with fault(asyncio.get_running_loop(), "op_nomem", 1):
+                writer.write(whole)
+            writer.write(b"?" * 100)
+            with pytest.raises(OSError) as told:
+                await limited(asyncio.shield(lost))
+            assert told.value.errno == errno.ENOMEM
+            data, _ = await in_thread(peer.read_until_reset)
+            assert data and whole.startswith(data)
+        assert not [c for c in errors.contexts if not isinstance(c.get("exception"), OSError)]
 
     run(main(), forced_loop_factory)
 

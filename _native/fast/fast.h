@@ -125,6 +125,7 @@ size_t parts_bytes(PyObject *parts);
 azc_op *parts_queue(PyObject *parts, azc_conn *conn);
 azc_op *parts_queue_datagram(PyObject *parts, azc_conn *conn, PyObject *name, int segment);
 int hold(PyObject *held, const azc_conn *conn, PyObject *data);
+PyObject *no_memory_to_write(void);
 
 extern PyObject *frozen_type; /* buffers.Frozen */
 extern PyObject *refuse;      /* buffers.refuse(obj, exc): raises what tells the remedy */

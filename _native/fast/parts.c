@@ -179,6 +179,12 @@ static PyObject *parts_submit_to(Parts *self, PyObject *address)
     return PyLong_FromVoidPtr(api->submit(conn, self->iov, (size_t)Py_SIZE(self)));
 }
 
+/* azc_write answered -ENOMEM. */
+PyObject *no_memory_to_write(void)
+{
+    return PyErr_Format(PyExc_MemoryError, "aiozc: no memory to queue a write; nothing of it was");
+}
+
 /* write_to(address of an azc_conn, reactor.held, by_reference): azc_write of one locked buffer.
  * True: there is something to look at. */
 static PyObject *parts_write_to(Parts *self, PyObject *args)
@@ -192,6 +198,8 @@ static PyObject *parts_write_to(Parts *self, PyObject *args)
     Py_BEGIN_ALLOW_THREADS;
     rc = api->write(conn, self->iov->base, self->iov->len, by_reference);
     Py_END_ALLOW_THREADS;
+    if (rc < 0)
+        return no_memory_to_write();
     if (rc && hold(held, conn, (PyObject *)self) < 0)
         return NULL;
     return PyBool_FromLong(rc);

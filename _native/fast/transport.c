@@ -98,6 +98,8 @@ static PyObject *tr_write(PyObject *self, PyObject *data)
     }
     if (!rc)
         Py_RETURN_NONE;
+    if (rc < 0)
+        return no_memory_to_write();
     if (f->conn && hold(f->held, f->conn, data) < 0)
         return NULL;
     return call1(self, n__look, data);

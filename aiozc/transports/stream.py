@@ -341,13 +341,10 @@ class StreamTransport(NativeTransport):
     def _look(self, kept: Any) -> None:
         """azc_write has something to say: the queue is above high water, or an error; `kept` is held."""
         conn = self._conn
-        token = conn.ref_token
         if error := -conn.error:
             self._fatal_error(os_error(-error), "Fatal write error on socket transport")
         elif conn.unsent > self._high_water:
             self._maybe_pause_protocol()
-        elif not token:
-            raise MemoryError("aiozc: no memory to queue a write")
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:
         if self._eof:
