@@ -207,7 +207,7 @@ bool dgramq_goes_zc(struct conn *c, struct dgram *d)
 }
 
 /* Bytes that the socket's send buffer still takes. */
-int64_t dgramq_room(const struct conn *c)
+static int64_t room(const struct conn *c)
 {
     int size = 0, used = 0;
     socklen_t n = sizeof size;
@@ -217,10 +217,18 @@ int64_t dgramq_room(const struct conn *c)
     return (int64_t)size - used;
 }
 
-/* And what a datagram takes of it, at most: whole pages. */
-int64_t dgramq_charge(struct dgram *d)
+/* May one more zero-copy datagram be tried in this turn? The first one always is: its answer says
+ * when to wait. The others, while the send buffer surely takes them (`share`: or that part of it);
+ * each takes whole pages at most. */
+bool dgramq_fits(struct conn *c, struct dgram *d, struct dgram_turn *t, int share)
 {
-    return (int64_t)zdgram_of(d)->pages * PAGE + HEADER_CHARGE;
+    if (t->n == 1)
+        t->room = room(c) / share;
+    if (t->n && t->taken >= t->room)
+        return false;
+    t->n++;
+    t->taken += (int64_t)zdgram_of(d)->pages * PAGE + HEADER_CHARGE;
+    return true;
 }
 
 /* An error that the network may have reported for an earlier datagram: the kernel tells it once, by

@@ -112,21 +112,18 @@ static void send_some(struct conn *c)
  * whose buffer is charged whole pages for them, may run in the same loop. */
 static void send_datagrams(struct conn *c)
 {
-    int64_t left = 0;
-    for (bool first = true; c->dq.head; first = false) {
+    struct dgram_turn turn = {0};
+    while (c->dq.head) {
         dgramq_flush(c); /* what goes by copying */
         struct dgram *d = c->dq.head;
         if (!dgramq_ready(c) || !dgramq_goes_zc(c, d))
             return;
         if (!msgzc_ready(c))
             continue; /* then by copying */
-        if (first) {  /* it is always tried: its answer says when to wait */
-            left = dgramq_room(c) / 2;
-        } else if (left <= 0) {
+        if (!dgramq_fits(c, d, &turn, 2)) {
             mark_dirty(c);
             return;
         }
-        left -= dgramq_charge(d);
         struct req *q = req_new_dgram(c, d);
         if (!q)
             return;

@@ -238,6 +238,11 @@ struct zdgram { /* what the kernel reads until the first completion */
     struct iovec iov[];
 };
 
+struct dgram_turn { /* what one turn has tried */
+    uint32_t n;
+    int64_t room, taken;
+};
+
 struct dgramq {
     struct dgram *head, *tail;
     uint32_t count;
@@ -406,8 +411,7 @@ azc_op *dgramq_submit(struct conn *c, const azc_iov *parts, size_t n, const char
                       size_t namelen, uint16_t segment);
 void dgramq_flush(struct conn *c);
 bool dgramq_goes_zc(struct conn *c, struct dgram *d);
-int64_t dgramq_room(const struct conn *c);
-int64_t dgramq_charge(struct dgram *d);
+bool dgramq_fits(struct conn *c, struct dgram *d, struct dgram_turn *t, int share);
 void dgramq_answered(struct conn *c, struct dgram *d, int32_t res);
 bool dgramq_remove(struct conn *c, azc_op *op);
 void dgramq_drop(struct conn *c, int error);

@@ -802,15 +802,10 @@ later:
 static bool send_datagrams(struct conn *c)
 {
     struct azc_reactor *r = c->r;
-    int64_t left = 0;
+    struct dgram_turn turn = {0};
     for (struct dgram *d = c->dq.head; d && dgramq_goes_zc(c, d); d = d->next) {
-        if (d != c->dq.head) { /* the first one is always tried: its answer says when to wait */
-            if (d == c->dq.head->next)
-                left = dgramq_room(c) - dgramq_charge(c->dq.head);
-            if (left <= 0)
-                break;
-            left -= dgramq_charge(d);
-        }
+        if (!dgramq_fits(c, d, &turn, 1))
+            break;
         struct io_uring_sqe *sqe = get_sqe(r);
         struct req *q = sqe ? req_new_dgram(c, d) : NULL;
         if (!q) {
