@@ -65,10 +65,12 @@ async def zc_send(self: asyncio.StreamWriter, data: Sendable) -> Result:
     Raises like `zc_submit`, or the OSError that ended the connection. Being cancelled does not cut
     the stream: the bytes still go, and the memory stays locked until they went.
     """
-    op = zc_submit(self, data)
     transport: Any = self._transport  # type: ignore[attr-defined]
     if isinstance(transport, StreamTransport):
+        op: Operation = transport.zc_write(data)
         transport._send_now(op)
+    else:
+        op = zc_submit(self, data)
     return await op.released
 
 
