@@ -156,6 +156,7 @@ def on_loopback(case: Case, way: str, seconds: float) -> dict[str, float]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     try:
         assert child.stdin and child.stdout
@@ -196,6 +197,7 @@ def figures(
         "p99_ms": load.p99() * 1e3,
         "anonymous": told["anonymous"],
         "pinned": told.get("pinned", 0),
+        "dropped": told.get("dropped", 0),
     }
 
 
@@ -316,6 +318,8 @@ def on_sink(case: Case, way: str, seconds: float, given: dict[str, Any]) -> dict
         capture_output=True,
         text=True,
         timeout=LIMIT + seconds,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
     )
     if done.returncode:
         raise SystemExit(f"workloads.py: {case.label()}, {way}:\n{done.stderr}")
@@ -333,8 +337,10 @@ def on_sink(case: Case, way: str, seconds: float, given: dict[str, Any]) -> dict
         "gb_per_s": told["gb_per_s"],
         "cpu": cpu,
         "p99_ms": 0.0,
+        "call_p99_ms": told.get("call_p99_ms", 0.0),
         "anonymous": told.get("anonymous", 0),
         "pinned": pinned,
+        "dropped": told.get("dropped", 0),
     }
 
 

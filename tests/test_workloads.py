@@ -90,6 +90,24 @@ def test_a_service_gives_its_client_the_right_bytes(
     assert told["anonymous"] > 0
 
 
+# bench/stalled.py counts on that. Fails when: who never reads is no subscriber, or reads after all.
+def test_subscribers_that_never_read_are_dropped_and_the_others_are_not(backend: str) -> None:
+    options = {"connections": 5, "rate": 50, "stalled": 2, "slow": 0}
+    with service(backend, "broadcast", "call", options) as (port, child):
+        client = CLIENTS["broadcast"](port, options)
+        for _ in range(50):
+            client.go(0.1)
+            if client.load.requests >= 60:
+                break
+        client.go(0.2)
+        assert child.stdin and child.stdout
+        child.stdin.close()
+        told = json.loads(child.stdout.readline())
+        client.close()
+    assert client.load.requests >= 60 and len(client.load.times) == client.load.requests
+    assert told["dropped"] >= 2 and told["call_p99_ms"] > 0
+
+
 # Fails when: `same` compares nothing, or less than all of it.
 @pytest.mark.parametrize("place", [0, SIZE // 2, SIZE - 1])
 def test_one_wrong_byte_ends_the_run(backend: str, file: Path, place: int) -> None:

@@ -62,7 +62,8 @@ async def listen(service: Any) -> None:
     watching = asyncio.create_task(watch())
     await loop.run_in_executor(None, sys.stdin.read)
     watching.cancel()
-    print(json.dumps(peaks() | {"anonymous": top}), flush=True)
+    told = service.told() if hasattr(service, "told") else {}
+    print(json.dumps(peaks() | {"anonymous": top} | told), flush=True)
     os._exit(0)  # peers that never read would have it wait for them
 
 
@@ -78,6 +79,8 @@ async def push(service: Any, host: str, port: int, seconds: float) -> None:
     socks = [writer.get_extra_info("socket") for writer in writers]
     task = asyncio.create_task(service.push(writers))
     await asyncio.sleep(WARMUP)
+    if hasattr(service, "times"):
+        service.times.clear()
     before, start = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
     went = sum(map(acked, socks))
     await asyncio.sleep(seconds)
@@ -90,6 +93,8 @@ async def push(service: Any, host: str, port: int, seconds: float) -> None:
     cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     gb = went / 1e9
     figures = {"cpu_s_per_gb": cpu / gb, "gb_per_s": gb / took, "busy": cpu / took, **peaks()}
+    if hasattr(service, "told"):
+        figures |= service.told()
     print(json.dumps(figures), flush=True)
     os._exit(0)
 

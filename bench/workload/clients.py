@@ -165,7 +165,8 @@ class BroadcastClient(Client):
     def __init__(self, port: int, options: dict[str, Any]) -> None:
         super().__init__(port)
         count = options["connections"]
-        stalled, slow = max(1, count // 100), max(1, count // 20)
+        stalled = options.get("stalled", max(1, count // 100))
+        slow = options.get("slow", max(1, count // 20))
         random.seed(1)
         self.bodies = [random.randbytes(FRAME - STAMP.size) for _ in range(8)]
         self.pause = 5 / options["rate"]
