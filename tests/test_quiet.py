@@ -63,7 +63,7 @@ def test_a_message_and_its_answer_are_one_enter(pair: str) -> None:
             peer.settimeout(10)
             for i in range(messages):
                 peer.sendall(pattern(i, 100))
-                assert peer.recv(1000) == pattern(i, 100)
+                assert peer.recv(100, socket.MSG_WAITALL) == pattern(i, 100)
             loop.call_soon_threadsafe(done.set_result, None)
 
         thread = threading.Thread(target=talk)
