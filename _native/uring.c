@@ -975,6 +975,9 @@ static int uring_wait(struct azc_reactor *r, int64_t timeout_ns)
     struct uring *u = uring_of(r);
     uint64_t deadline = timeout_ns > 0 ? now_ns() + (uint64_t)timeout_ns : 0;
     for (int round = 0;; round++) {
+        /* A quiet request that an earlier enter did not take: by now somebody may wait for its end,
+         * which no completion tells. */
+        bool unsettled = u->n_quiet;
         flush(r);
         int64_t ns = timeout_ns;
         if (u->orphans) {
@@ -984,7 +987,7 @@ static int uring_wait(struct azc_reactor *r, int64_t timeout_ns)
         }
         if (r->dirty && (ns < 0 || ns > RETRY_NS))
             ns = RETRY_NS;
-        if (anything(r))
+        if (anything(r) || unsettled)
             ns = 0;
         int rc = 0;
         if (ns)
