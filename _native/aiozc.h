@@ -298,6 +298,11 @@ typedef struct azc_api {
     int (*copy_now)(azc_conn *c);
     azc_op *(*zc_sendto)(azc_conn *c, const azc_iov *parts, size_t n, const char *name,
                          size_t namelen, int segment);
+    azc_conn *(*conn_open)(azc_reactor *r, int fd, int kind, int family);
+    int (*conn_start)(azc_conn *c);
+    int (*conn_stop)(azc_conn *c);
+    void (*conn_notify)(azc_conn *c, uint32_t what);
+    int (*conn_close)(azc_conn *c, int error);
 } azc_api;
 const azc_api *azc_api_table(void);
 

@@ -136,6 +136,7 @@ struct req { /* one request: alive from its SQE to its last completion */
     struct grave *grave; /* of an orphan: its ring's */
     uint32_t n_ops, cap_ops;
     bool zc, fresh, first_seen, notif_seen, orphan;
+    bool quiet; /* uring: no completion tells of its success */
 #ifdef AIOZC_FAULTS
     int32_t fault; /* what it ends with, whatever the kernel answers */
 #endif
@@ -265,6 +266,7 @@ struct conn {
     bool cancel_rq, cancel_rq_sent;
     bool rq_waits;    /* uring: the request waits for room in the kernel */
     uint8_t sure;     /* requests in a row that did not end short, SURE_MAX at most */
+    bool loud;        /* uring: the last quiet request did not do it all; the next one is none */
     bool half_closed; /* the peer will send nothing more; see uring.c for why that matters */
     bool last_eor;
     /* Adaptive: what trusted reports said, and the stream position of the next probe. */

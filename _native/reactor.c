@@ -887,7 +887,9 @@ static void *owner(azc_reactor *r, uint64_t token)
 const azc_api *azc_api_table(void)
 {
     static const azc_api table = {
-        azc_wait, azc_write,        azc_submit,       azc_take_released, owner,    azc_withdraw,
-        azc_idle, azc_conn_drained, azc_conn_ask_low, azc_sendto,        copy_now, azc_zc_sendto};
+        azc_wait,        azc_write,     azc_submit,       azc_take_released, owner,
+        azc_withdraw,    azc_idle,      azc_conn_drained, azc_conn_ask_low,  azc_sendto,
+        copy_now,        azc_zc_sendto, azc_conn_open,    azc_conn_start,    azc_conn_stop,
+        azc_conn_notify, azc_conn_close};
     return &table;
 }

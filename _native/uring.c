@@ -33,6 +33,14 @@
  * whose edges are real but for the first; likewise while no receive would see the end of
  * file.
  *
+ * Quiet requests: a completion of a small send ends the wait that its own enter began, only to be
+ * read and waited behind again: two enters a message on a loop with one busy connection
+ * (bench/peers.py, rows x1). So where nobody is to be told of its end, it asks for none
+ * (CQE_SKIP_SUCCESS). MSG_DONTWAIT lets the kernel do it while it takes it, or not at all, and with
+ * MSG_WAITALL less than all of it is a failure, which has a completion, with the bytes that went.
+ * So what the kernel took, and no completion tells of, went whole. Kernels that have DEFER_TASKRUN
+ * (6.1) do all that.
+ *
  * Never: link requests, touch the ring of another thread or of a parent process.
  */
 #define _GNU_SOURCE
@@ -66,6 +74,7 @@
 #define UD_TYPE(ud) ((unsigned)((ud) >> 56))
 #define UD_TOKEN(ud) ((ud) & (((uint64_t)1 << 56) - 1))
 
+#define QUIET 64         /* quiet requests in one enter */
 #define RING_REGIONS 256 /* that one ring registers */
 #define ORPHAN_POLL_NS 10000000
 /* The smallest rings that are tried, three pages in all, as the probe's are; and how long. */
@@ -92,8 +101,16 @@ struct ring_region {
     int error;   /* why the kernel refused it */
 };
 
+struct quiet {
+    uint64_t token;
+    uint32_t place; /* in the submission queue */
+};
+
 struct uring {
     struct io_uring ring;
+    struct quiet quiet[QUIET]; /* in the order of their places */
+    uint32_t n_quiet;
+    bool may_be_quiet; /* the kernel is new enough */
     /* What is registered at which place of the ring's table of buffers. */
     struct ring_region regions[RING_REGIONS];
     int table;               /* 0: not made; 1: made; < 0: cannot be */
@@ -140,6 +157,8 @@ static int ring_init(struct uring *u, uint32_t sq_entries, uint32_t cq_entries)
         struct io_uring_params p = {.flags = flags[i] | IORING_SETUP_CQSIZE | IORING_SETUP_CLAMP,
                                     .cq_entries = cq_entries};
         rc = io_uring_queue_init_params(sq_entries, &u->ring, &p);
+        u->may_be_quiet =
+            !rc && p.flags & IORING_SETUP_DEFER_TASKRUN && p.features & IORING_FEAT_CQE_SKIP;
     }
     return rc;
 }
@@ -552,7 +571,11 @@ static void on_req(struct azc_reactor *r, uint64_t token, int32_t res, unsigned 
         req_first(q, res, flags & IORING_CQE_F_MORE);
         return;
     }
-    if (res == -EAGAIN || (!c->rq_waits && res >= 0 && (uint64_t)res < q->bytes)) {
+    bool whole = res >= 0 && (uint64_t)res >= q->bytes;
+    c->loud = q->quiet || (c->loud && !whole);
+    if (q->quiet) {
+        ; /* the rest goes by a request that waits for room */
+    } else if (res == -EAGAIN || (!c->rq_waits && res >= 0 && !whole)) {
         c->half_closed |= c->rq_waits;
         c->want_out = true;
         mark_dirty(c);
@@ -572,6 +595,22 @@ static void on_cancel(struct azc_reactor *r, uint64_t about, int32_t res)
     mark_dirty(c);
 }
 
+/* What the kernel took, and no completion told of, went whole. */
+static void settle_quiet(struct azc_reactor *r)
+{
+    struct uring *u = uring_of(r);
+    uint32_t taken = __atomic_load_n(u->ring.sq.khead, __ATOMIC_ACQUIRE), n = 0;
+    while (n < u->n_quiet && (int32_t)(taken - u->quiet[n].place) > 0) {
+        struct req *q = table_get(&r->reqs, u->quiet[n++].token);
+        if (!q)
+            continue; /* it was told of */
+        u->inflight--;
+        req_first(q, (int32_t)q->bytes, false);
+    }
+    u->n_quiet -= n;
+    memmove(u->quiet, u->quiet + n, u->n_quiet * sizeof *u->quiet);
+}
+
 static unsigned harvest(struct azc_reactor *r)
 {
     struct uring *u = uring_of(r);
@@ -581,8 +620,8 @@ static unsigned harvest(struct azc_reactor *r)
     uint64_t refused = r->stats.enobufs, told = r->stats.notifications;
     r->turn = 0;
     faults_harvest(r, false);
-    if (sq_flags(u) & IORING_SQ_CQ_OVERFLOW)
-        r->stats.cq_overflows++;
+    bool overflow = sq_flags(u) & IORING_SQ_CQ_OVERFLOW; /* then some are not in the queue yet */
+    r->stats.cq_overflows += overflow;
     io_uring_for_each_cqe(&u->ring, head, cqe)
     {
         n++;
@@ -600,6 +639,8 @@ static unsigned harvest(struct azc_reactor *r)
             on_cancel(r, UD_TOKEN(cqe->user_data), cqe->res);
     }
     io_uring_cq_advance(&u->ring, n);
+    if (u->n_quiet && !overflow)
+        settle_quiet(r);
     r->stats.notification_turns += r->stats.notifications != told;
     adjust_buffers(r, taken, r->stats.enobufs != refused);
     return n;
@@ -763,6 +804,22 @@ static void give_up_sqe(struct io_uring_sqe *sqe)
     set_ud(sqe, UD_CANCEL, 0);
 }
 
+/* One copy that is all there is to send, and nobody waits to be told that it went. */
+static bool goes_quietly(struct conn *c, const struct gathered *g)
+{
+    struct uring *u = uring_of(c->r);
+    return u->may_be_quiet && u->n_quiet < QUIET && g->parts == 1 && !g->zc && !c->loud &&
+           c->pub.kind == AZC_STREAM && !c->pub.notify && c->q.count == 1 && may_wait(c) &&
+           sendq_at(&c->q, 0)->op->kind == OP_CHUNK && g->bytes == c->pub.unsent;
+}
+
+static void ask_quietly(struct uring *u, struct req *q, struct io_uring_sqe *sqe)
+{
+    q->quiet = true;
+    sqe->flags |= IOSQE_CQE_SKIP_SUCCESS;
+    u->quiet[u->n_quiet++] = (struct quiet){q->slot.token, u->ring.sq.sqe_tail - 1};
+}
+
 static bool send_request(struct conn *c)
 {
     struct azc_reactor *r = c->r;
@@ -774,8 +831,11 @@ static bool send_request(struct conn *c)
     struct req *q = req_new(c, &g);
     if (!q)
         goto later;
-    c->rq_waits = may_wait(c);
+    bool quiet = goes_quietly(c, &g);
+    c->rq_waits = may_wait(c) && !quiet;
     int flags = MSG_NOSIGNAL | (c->rq_waits ? MSG_WAITALL : MSG_DONTWAIT) | (g.eor ? MSG_EOR : 0);
+    if (quiet)
+        flags |= MSG_WAITALL;
     if (g.parts == 1 && g.zc)
         io_uring_prep_send_zc(sqe, c->pub.fd, sq->iov->iov_base, sq->iov->iov_len, flags, 0);
     else if (g.parts == 1)
@@ -790,6 +850,8 @@ static bool send_request(struct conn *c)
         from_region(r, sqe, &g.region);
     set_ud(sqe, UD_REQ, q->slot.token);
     faults_request(c, q, sqe);
+    if (quiet && sqe->opcode == IORING_OP_SEND && sqe->len == g.bytes) /* no fault's */
+        ask_quietly(uring_of(r), q, sqe);
     uring_of(r)->inflight++;
     return true;
 later:
@@ -908,6 +970,9 @@ static int turn(struct azc_reactor *r, int64_t timeout_ns)
     struct uring *u = uring_of(r);
     uint64_t deadline = timeout_ns > 0 ? now_ns() + (uint64_t)timeout_ns : 0;
     for (int round = 0;; round++) {
+        /* A quiet request that an earlier enter did not take: by now somebody may wait for its end,
+         * which no completion tells. */
+        bool unsettled = u->n_quiet;
         flush(r);
         int64_t ns = timeout_ns;
         if (u->orphans) {
@@ -917,7 +982,7 @@ static int turn(struct azc_reactor *r, int64_t timeout_ns)
         }
         if (r->dirty && (ns < 0 || ns > RETRY_NS))
             ns = RETRY_NS;
-        if (anything(r))
+        if (anything(r) || unsettled)
             ns = 0;
         int rc = 0;
         if (ns)

@@ -3,7 +3,7 @@ against the running Python.
 
     what                                        why
     asyncio.StreamWriter.zc_*                   added methods, so a plain start_server's writer has them
-    Server._attach / _detach                    take the transport from 3.13 on
+    Server._attach / _detach, ._clients         take the transport from 3.13 on, and keep it in a WeakSet
     sslproto.SSLProtocol, _SSLProtocolTransport TLS runs over our transport; zc_* on it copies, and asks
                                                 _get_write_buffer_size what TLS holds back
     constants.*                                 retry delays and log thresholds, TLS timeouts
@@ -27,9 +27,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import weakref
 from asyncio import base_events, constants, format_helpers, selector_events, sslproto
 from asyncio.transports import _FlowControlMixin
 from typing import Any
+
+from . import _fast
 
 __all__ = [
     "HIGH_WATER",
@@ -41,7 +44,8 @@ __all__ = [
     "attach",
     "constants",
     "context_keyword",
-    "detach",
+    "forget_client",
+    "keep_clients",
     "patch_stream_writer",
     "report_callback_error",
 ]
@@ -86,11 +90,23 @@ def attach(server: Any, transport: Any) -> None:
         server._attach()
 
 
-def detach(server: Any, transport: Any) -> None:
-    if _ATTACH_TAKES_TRANSPORT:
-        server._detach(transport)
-    else:
-        server._detach()
+# fast/accept.c attaches what was accepted, fast/life.c detaches.
+_fast.servers_take_transport(_ATTACH_TAKES_TRANSPORT)
+
+
+def keep_clients(server: Any) -> None:
+    """A plain set for the weak one of a Server that has no clients yet: the reactor has our transports as
+    long anyway, and a weak reference is one of the dearer things of a short connection."""
+    clients = getattr(server, "_clients", None)
+    if type(clients) is weakref.WeakSet and not clients:
+        server._clients = set()
+
+
+def forget_client(server: Any, transport: Any) -> None:
+    """The loop is closed, and the reactor has the transport no longer: whoever abandoned it is to be told."""
+    clients = getattr(server, "_clients", None)
+    if type(clients) is set:
+        clients.discard(transport)
 
 
 def patch_stream_writer() -> None:

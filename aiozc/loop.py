@@ -263,6 +263,7 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
             keyword = hooks.context_keyword(context)
             super()._start_serving(protocol_factory, sock, *args, **keyword)  # type: ignore[misc]
             return
+        hooks.keep_clients(server)
         listener = Listener(self, protocol_factory, sock, args, context)
         self._reactor.listeners[sock.fileno()] = listener
         listener.start()

@@ -171,8 +171,13 @@ class Reactor:
         if self.native is None:
             return
         self.conns.pop(conn.token, None)
-        pinned = _check(lib.azc_conn_close(conn, -error), "aiozc: a request did not end")
-        if pinned and not self._lingering and not self.loop.is_closed():
+        if answer := lib.azc_conn_close(conn, -error):
+            self._pinned(answer)
+
+    def _pinned(self, answer: int) -> None:
+        """azc_conn_close (here, or natively in fast/life.c) answered not 0: an error, or memory is pinned."""
+        _check(answer, "aiozc: a request did not end")
+        if not self._lingering and not self.loop.is_closed():
             self._linger()
 
     def _linger(self) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import contextvars
 import gc
 import mmap
+import select
 import socket
 import sys
 import weakref
@@ -59,12 +60,15 @@ def test_an_exception_of_an_event_is_told_and_the_events_behind_it_are_served(ba
         ended = []
 
         class Ends(asyncio.Protocol):
-            def eof_received(self):
-                ended.append(self)
+            def connection_lost(self, exc):
+                ended.append(exc)
 
         pairs = [socket.socketpair() for _ in range(3)]
-        for ours, _ in pairs:
-            await loop.create_connection(Ends, sock=ours)
+        for ours, peer in pairs:
+            transport, _ = await loop.create_connection(Ends, sock=ours)
+            transport.write(b"never read: so closing it is a reset")
+            while not select.select([peer], [], [], 0)[0]:
+                await asyncio.sleep(0)
         for _, peer in pairs:
             peer.close()
         async with asyncio.timeout(10):

@@ -339,6 +339,44 @@ def test_what_a_full_queue_did_not_take_is_asked_for_again(run) -> None:
 
 @pytest.mark.faults
 @needs_uring
+@pytest.mark.parametrize("wait", ["write_eof", "drain", "close"])
+def test_the_end_of_a_small_send_is_told_though_the_queue_took_it_late(wait) -> None:
+    # Fails when: the loop sleeps with a quiet request (uring.c) that the kernel had not taken when somebody
+    # began to wait for its end: no completion would ever tell.
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        for number in range(20):
+            _, writer, peer = await open_stream()
+            transport = writer.transport
+            with fault(loop, "short_submit", 2):
+                for _ in range(2):  # one of the two is not taken at once
+                    transport.write(pattern(number, 12))
+                    await asyncio.sleep(0)
+                if wait == "write_eof":
+                    transport.write_eof()
+                elif wait == "close":
+                    transport.close()
+                else:
+                    transport.set_write_buffer_limits(high=0)
+                    transport.write(b"1")
+                    await asyncio.wait_for(writer.drain(), 5)
+                    transport.close()
+                got = await asyncio.wait_for(asyncio.to_thread(receive, peer), 5)
+            assert got == pattern(number, 12) * 2 + (b"1" if wait == "drain" else b"")
+            transport.close()
+            peer.close()
+
+    def receive(peer: socket.socket) -> bytes:
+        data = b""
+        while more := peer.recv(100):
+            data += more
+        return data
+
+    aiozc.run(main(), backend="uring")
+
+
+@pytest.mark.faults
+@needs_uring
 def test_a_receive_that_found_no_place_in_the_queue_is_armed_before_the_loop_sleeps() -> None:
     # Fails when: the loop sleeps, with no limit, while a connection waits for a place in the queue.
     async def main() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import subprocess
 import sys
+import weakref
 from asyncio import base_events, constants, sslproto, transports
 from typing import Any
 
@@ -95,6 +97,26 @@ def test_servers_count_their_transports() -> None:
     parameters = inspect.signature(base_events.Server._attach).parameters  # type: ignore[attr-defined]
     assert len(parameters) in (1, 2)
     assert (sys.version_info >= (3, 13)) == hooks._ATTACH_TAKES_TRANSPORT
+
+
+def test_a_server_does_with_its_transports_what_a_plain_set_does_too() -> None:
+    source = inspect.getsource(base_events.Server)
+    used = set(re.findall(r"self\._clients\.(\w+)", source))
+    assert used <= {"add", "discard", "copy"}, used
+    assert ("self._clients = weakref.WeakSet()" in source) == hooks._ATTACH_TAKES_TRANSPORT
+
+    class Server:
+        _clients: Any = weakref.WeakSet()
+
+    held = Server()
+    hooks.keep_clients(held)
+    assert type(held._clients) is set
+    hooks.keep_clients(None)  # a listening socket without a Server
+
+    other = Server()
+    other._clients = weakref.WeakSet([held])
+    hooks.keep_clients(other)
+    assert set(other._clients) == {held} and type(other._clients) is weakref.WeakSet
 
 
 def test_tls_has_the_parts_that_zero_copy_on_it_reads() -> None:

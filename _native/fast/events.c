@@ -108,6 +108,26 @@ static int deliver_buffer(PyObject *owner, PyObject *protocol, PyObject *context
     return done ? 0 : -1;
 }
 
+static int deliver_eof(PyObject *owner, struct fields *f)
+{
+    PyObject *context = Py_NewRef(f->context);
+    int rc = PyContext_Enter(context);
+    if (rc == 0) {
+        rc = transport_eof(owner);
+        if (PyContext_Exit(context) < 0)
+            rc = -1;
+    }
+    Py_DECREF(context);
+    return rc < 0 ? told(owner, NULL, "eof_received") : 0;
+}
+
+/* In debug mode asyncio logs more. */
+static int is_quiet(PyObject *loop)
+{
+    struct scheduler *s = scheduler_of(loop);
+    return s && s->debug == Py_False;
+}
+
 /* The value of a token in `where`, a new reference; NULL without an exception: it is not there. */
 static PyObject *look_up(PyObject *where, uint64_t token, int take)
 {
@@ -138,6 +158,8 @@ static int received(struct batch *self, const azc_event *e)
                                   : deliver_buffer(owner, protocol, context, p, e->res, start);
         Py_DECREF(protocol);
         Py_DECREF(context);
+    } else if (e->res == 0 && f && f->fast && is_quiet(f->loop)) {
+        rc = deliver_eof(owner, f);
     } else {
         PyObject *done = call_ints(owner, n__on_recv, e->res, (long)start);
         Py_XDECREF(done);
@@ -216,6 +238,8 @@ static int by_transport(struct batch *self, const azc_event *e)
     Py_INCREF(transport);
     if (e->kind == AZC_EV_WRITE && e->arg == AZC_NOTIFY_ZC_LOW)
         rc = transport_low(transport);
+    else if (e->kind == AZC_EV_WRITE && e->arg == AZC_NOTIFY_DRAINED)
+        rc = transport_drained(transport);
     else if (e->kind == AZC_EV_DATAGRAM && fields_of(transport)->fast == FAST_DGRAM)
         rc = deliver_datagram(self, e, transport);
     Py_DECREF(transport);
@@ -244,6 +268,13 @@ int event_happened(struct batch *self, const azc_event *e)
         int ended = operation_finish(to, e->res, e->arg);
         Py_DECREF(to);
         return ended;
+    }
+    if (e->kind == AZC_EV_ACCEPT && e->res >= 0) {
+        int done = accepted(self, to, e->res);
+        if (done <= 0) {
+            Py_DECREF(to);
+            return done;
+        }
     }
     PyObject *rc = hand_out(self, e, to);
     Py_DECREF(to);

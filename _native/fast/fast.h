@@ -5,7 +5,8 @@
  * It has no policy: whatever is not the common case is a call of the Python method that knows.
  * Files: module.c (names, errors); turn.c (one turn of the loop), events.c (what an event does),
  * schedule.c (call_soon and the like), handle.c, ready.c and timers.c (what they make, and where it
- * waits); transport.c (base type of the transports, write), operation.c (what an operation knows),
+ * waits); transport.c (base type of the transports, write), life.c (how a transport begins and
+ * ends), accept.c (the transport of an accepted connection), operation.c (what an operation knows),
  * parts.c (buffers locked for it), slot.c (a pool's buffer).
  *
  * Never: keeps a borrowed reference over a call into Python; lets an exception pass but SystemExit
@@ -69,6 +70,24 @@ extern const azc_api *api; /* the reactor's functions; set once by bind() */
     X(addr)                                                                                        \
     X(segment_size)                                                                                \
     X(_maybe_pause_protocol)                                                                       \
+    X(conns)                                                                                       \
+    X(call_soon)                                                                                   \
+    X(close)                                                                                       \
+    X(connection_made)                                                                             \
+    X(connection_lost)                                                                             \
+    X(eof_received)                                                                                \
+    X(_attach)                                                                                     \
+    X(_call_connection_lost)                                                                       \
+    X(_close)                                                                                      \
+    X(_detach)                                                                                     \
+    X(_ended)                                                                                      \
+    X(_failed)                                                                                     \
+    X(_not_begun)                                                                                  \
+    X(_own_socket)                                                                                 \
+    X(_pinned)                                                                                     \
+    X(_transports)                                                                                 \
+    X(_unclosed)                                                                                   \
+    X(_view)                                                                                       \
     X(_write)
 #define DECLARE(name) extern PyObject *n_##name;
 NAMES(DECLARE)
@@ -93,21 +112,53 @@ PyObject *call_ints(PyObject *self, PyObject *name, long a, long b);
 
 struct fields { /* of a transport, behind the slots of asyncio's classes */
     azc_conn *conn;
-    PyObject *protocol, *context;
+    PyObject *protocol, *context, *loop, *reactor, *server;
     PyObject *held;    /* the reactor's, by token: who keeps what locked */
     PyObject *waiters; /* of zc_drain(): a list of futures, or NULL */
     PyObject *names;   /* of a datagram socket: sockaddr by address; None: of a call without one */
-    PyObject *addresses; /* and the other way round */
-    unsigned char fast;  /* FAST_*, or 0: see stream.py's _review */
-    unsigned char open;  /* OPEN_*, or 0: the call has to ask Python */
-    char closing;        /* close() or abort() was called */
+    PyObject *addresses;   /* and the other way round */
+    PyObject *view;        /* conn as Python sees it; made when it asks */
+    PyObject *sock;        /* NULL: closed; or made when Python asks (owns_fd) */
+    PyObject *made_of;     /* then: (family, type, proto) */
+    PyObject *info;        /* of get_extra_info; NULL: made when Python asks, of the next two */
+    PyObject *here, *peer; /* sockaddr, as bytes; NULL: it could not be told */
+    /* What few transports have, else NULL or false: see stream.py. */
+    PyObject *waiting, *sink, *marks, *turns, *empty_waiter;
+    int fd, lost;
+    unsigned char fast; /* FAST_*, or 0: see stream.py's _review */
+    unsigned char open; /* OPEN_*, or 0: the call has to ask Python */
+    char closing;       /* close() or abort() was called */
+    char paused, protocol_paused, started, buffered, eof, eof_seen;
+    char owns_fd; /* no socket object has it */
 };
 
 struct fields *fields_of(PyObject *transport);
 PyObject *transport_base(PyObject *module, PyObject *bases);
 int transport_low(PyObject *transport);
+extern PyTypeObject *transport_type;
 PyObject *datagram_sendto(PyObject *module, PyObject *ignored);
 PyObject *zc_sendto_method(PyObject *module, PyObject *kind);
+
+/* ---- life.c ---- */
+
+extern PyMethodDef life_methods[];
+int life_bind(void);
+void transport_finalize(PyObject *transport);
+int protocol_is_buffered(PyObject *protocol);
+PyObject *is_buffered(PyObject *module, PyObject *protocol);
+PyObject *servers_take_transport(PyObject *module, PyObject *says);
+int server_told(PyObject *server, PyObject *method, PyObject *transport);
+void transport_undo(PyObject *transport);
+int transport_begin(PyObject *transport);
+int transport_eof(PyObject *transport);
+int transport_drained(PyObject *transport);
+
+/* ---- accept.c ---- */
+
+extern PyTypeObject *acceptor_type;
+extern PyType_Spec acceptor_spec;
+struct batch;
+int accepted(struct batch *b, PyObject *listener, int fd);
 
 /* ---- operation.c ---- */
 
@@ -233,6 +284,6 @@ int attr_true(PyObject *o, PyObject *name);
 
 extern PyTypeObject *core_type, *parts_type, *ready_type;
 extern PyType_Spec core_spec, parts_spec, slot_spec, ready_spec;
-extern PyObject *only_loop; /* ("loop",) */
+extern PyObject *only_loop, *only_context; /* ("loop",), ("context",) */
 
 #endif

@@ -8,7 +8,7 @@
 
 const azc_api *api;
 PyTypeObject *core_type, *parts_type;
-PyObject *only_loop;
+PyObject *only_loop, *only_context;
 
 #define DEFINE(name) PyObject *n_##name;
 NAMES(DEFINE)
@@ -89,6 +89,9 @@ static PyMethodDef functions[] = {
      "checked.Checked: some loop compares the memory of its operations at the release."},
     {"transport_base", transport_base, METH_O,
      "A class with the given bases and the native fields of a transport."},
+    {"is_buffered", is_buffered, METH_O, "Is the protocol served as a BufferedProtocol?"},
+    {"servers_take_transport", servers_take_transport, METH_O,
+     "Do Server._attach and _detach take the transport? Called once, at import."},
     {"zc_sendto_method", zc_sendto_method, METH_O,
      "zc_sendto for a class of transports, given the class of its operations."},
     {"datagram_sendto", datagram_sendto, METH_NOARGS,
@@ -124,11 +127,13 @@ PyMODINIT_FUNC PyInit__fast(void)
     parts_type = (PyTypeObject *)PyType_FromSpec(&parts_spec);
     ready_type = (PyTypeObject *)PyType_FromSpec(&ready_spec);
     operation_base = (PyTypeObject *)PyType_FromSpec(&operation_spec);
+    acceptor_type = (PyTypeObject *)PyType_FromSpec(&acceptor_spec);
     only_loop = PyTuple_Pack(1, n_loop);
+    only_context = PyTuple_Pack(1, n_context);
     PyTypeObject *slot = (PyTypeObject *)PyType_FromSpec(&slot_spec);
-    PyTypeObject *types[] = {core_type, parts_type,     ready_type,
-                             slot,      operation_base, scheduler_new_type()};
-    int ok = module && only_loop;
+    PyTypeObject *types[] = {core_type,      parts_type,    ready_type,          slot,
+                             operation_base, acceptor_type, scheduler_new_type()};
+    int ok = module && only_loop && only_context;
     for (size_t i = 0; ok && i < sizeof types / sizeof *types; i++)
         ok = types[i] && PyModule_AddType(module, types[i]) == 0;
     if (!ok) {

@@ -14,7 +14,7 @@
 #define GIL_BYTES 16384 /* azc_write copies smaller writes; larger ones may be a system call */
 
 static Py_ssize_t base_size;
-static PyTypeObject *base_type;
+PyTypeObject *transport_type;
 
 struct fields *fields_of(PyObject *transport)
 {
@@ -42,16 +42,30 @@ static Py_ssize_t slot_count(void)
     return (base_size - (Py_ssize_t)sizeof(PyObject)) / (Py_ssize_t)sizeof(PyObject *);
 }
 
+static const size_t references[] = {
+    offsetof(struct fields, protocol),  offsetof(struct fields, context),
+    offsetof(struct fields, loop),      offsetof(struct fields, reactor),
+    offsetof(struct fields, server),    offsetof(struct fields, held),
+    offsetof(struct fields, waiters),   offsetof(struct fields, names),
+    offsetof(struct fields, addresses), offsetof(struct fields, view),
+    offsetof(struct fields, sock),      offsetof(struct fields, made_of),
+    offsetof(struct fields, info),      offsetof(struct fields, here),
+    offsetof(struct fields, peer),      offsetof(struct fields, waiting),
+    offsetof(struct fields, sink),      offsetof(struct fields, marks),
+    offsetof(struct fields, turns),     offsetof(struct fields, empty_waiter),
+};
+#define REFERENCES (sizeof references / sizeof *references)
+
+static PyObject **reference(PyObject *self, size_t i)
+{
+    return (PyObject **)((char *)fields_of(self) + references[i]);
+}
+
 static int traverse(PyObject *self, visitproc visit, void *arg)
 {
-    struct fields *f = fields_of(self);
     Py_VISIT(Py_TYPE(self));
-    Py_VISIT(f->protocol);
-    Py_VISIT(f->context);
-    Py_VISIT(f->held);
-    Py_VISIT(f->waiters);
-    Py_VISIT(f->names);
-    Py_VISIT(f->addresses);
+    for (size_t i = 0; i < REFERENCES; i++)
+        Py_VISIT(*reference(self, i));
     for (Py_ssize_t i = 0; i < slot_count(); i++)
         Py_VISIT(slots_of(self)[i]);
     return 0;
@@ -59,13 +73,8 @@ static int traverse(PyObject *self, visitproc visit, void *arg)
 
 static int clear(PyObject *self)
 {
-    struct fields *f = fields_of(self);
-    Py_CLEAR(f->protocol);
-    Py_CLEAR(f->context);
-    Py_CLEAR(f->held);
-    Py_CLEAR(f->waiters);
-    Py_CLEAR(f->names);
-    Py_CLEAR(f->addresses);
+    for (size_t i = 0; i < REFERENCES; i++)
+        Py_CLEAR(*reference(self, i));
     for (Py_ssize_t i = 0; i < slot_count(); i++)
         Py_CLEAR(slots_of(self)[i]);
     return 0;
@@ -291,7 +300,7 @@ PyObject *zc_sendto_method(PyObject *module, PyObject *kind)
     if (!PyType_Check(kind) || !PyType_IsSubtype((PyTypeObject *)kind, operation_base))
         return PyErr_Format(PyExc_TypeError, "a class of operations is needed");
     Py_XSETREF(datagram_operation, Py_NewRef(kind));
-    return PyDescr_NewMethod(base_type, &zc_sendto_def);
+    return PyDescr_NewMethod(transport_type, &zc_sendto_def);
 }
 
 /* ---- zc_drain ---- */
@@ -382,6 +391,7 @@ static PyObject *tr_unbind(PyObject *self, PyObject *ignored)
         f->conn->owner = NULL;
     f->conn = NULL;
     f->open = f->fast = 0;
+    Py_CLEAR(f->view);
     Py_RETURN_NONE;
 }
 
@@ -439,38 +449,136 @@ PyObject *datagram_sendto(PyObject *module, PyObject *ignored)
         "Queue a copy of one datagram; those of one turn leave together, in call order.\n\n"
         "addr: where the socket is not connected. TypeError: not bytes-like. ValueError: another "
         "address than\nthe connected one. Errors of sending reach error_received."};
-    return PyDescr_NewMethod(base_type, &method);
+    return PyDescr_NewMethod(transport_type, &method);
+}
+
+/* ---- the type ---- */
+
+/* The native connection as Python sees it, or after its end what stands for it. */
+static PyObject *get_view(PyObject *self, void *closure)
+{
+    (void)closure;
+    struct fields *f = fields_of(self);
+    if (!f->view) {
+        PyObject *at = PyLong_FromUnsignedLongLong((uintptr_t)f->conn);
+        PyObject *view = at ? call1(self, n__view, at) : NULL;
+        Py_XDECREF(at);
+        if (!view)
+            return NULL;
+        Py_XSETREF(f->view, view);
+    }
+    return Py_NewRef(f->view);
+}
+
+/* Few ask for the socket of an accepted connection. From then on the descriptor is the socket's. */
+static PyObject *get_sock(PyObject *self, void *closure)
+{
+    (void)closure;
+    struct fields *f = fields_of(self);
+    if (!f->sock && f->owns_fd) {
+        PyObject *sock = PyObject_CallMethodNoArgs(self, n__own_socket);
+        if (!sock)
+            return NULL;
+        f->owns_fd = 0;
+        Py_XSETREF(f->sock, sock);
+    }
+    return Py_NewRef(f->sock ? f->sock : Py_None);
+}
+
+static int set_sock(PyObject *self, PyObject *sock, void *closure)
+{
+    (void)closure;
+    struct fields *f = fields_of(self);
+    f->owns_fd = 0;
+    Py_XSETREF(f->sock, sock && sock != Py_None ? Py_NewRef(sock) : NULL);
+    return 0;
+}
+
+static PyObject *get_is_open(PyObject *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(fields_of(self)->sock || fields_of(self)->owns_fd);
+}
+
+static PyGetSetDef made_when_asked[] = {
+    {"_conn", get_view, NULL, "The azc_conn.", NULL},
+    {"_sock", get_sock, set_sock, "The socket; None once it is closed.", NULL},
+    {"_has_socket", get_is_open, NULL, "Is the socket not closed?", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+/* Offsets are those in struct fields, until the size of the base is known. */
+#define FIELD(name, type, field)                                                                   \
+    {                                                                                              \
+        name, type, (Py_ssize_t)offsetof(struct fields, field), 0, NULL                            \
+    }
+static const PyMemberDef fields[] = {
+    FIELD("_protocol", T_OBJECT, protocol),
+    FIELD("_context", T_OBJECT, context),
+    FIELD("_loop", T_OBJECT, loop),
+    FIELD("_reactor", T_OBJECT, reactor),
+    FIELD("_server", T_OBJECT, server),
+    FIELD("_names", T_OBJECT, names),
+    FIELD("_addresses", T_OBJECT, addresses),
+    FIELD("_zc_waiters", T_OBJECT, waiters),
+    FIELD("_made_of", T_OBJECT, made_of),
+    FIELD("_info", T_OBJECT, info),
+    FIELD("_here", T_OBJECT, here),
+    FIELD("_peer", T_OBJECT, peer),
+    FIELD("_held", T_OBJECT, waiting),
+    FIELD("_sink", T_OBJECT, sink),
+    FIELD("_marks", T_OBJECT, marks),
+    FIELD("_turns", T_OBJECT, turns),
+    FIELD("_empty_waiter", T_OBJECT, empty_waiter),
+    FIELD("_sock_fd", T_INT, fd),
+    FIELD("_conn_lost", T_INT, lost),
+    FIELD("_fast", T_UBYTE, fast),
+    FIELD("_open", T_UBYTE, open),
+    FIELD("_closing", T_BOOL, closing),
+    FIELD("_paused", T_BOOL, paused),
+    FIELD("_protocol_paused", T_BOOL, protocol_paused),
+    FIELD("_started", T_BOOL, started),
+    FIELD("_buffered", T_BOOL, buffered),
+    FIELD("_eof", T_BOOL, eof),
+    FIELD("_eof_seen", T_BOOL, eof_seen),
+    {NULL, 0, 0, 0, NULL},
+};
+#define MEMBERS (sizeof fields / sizeof *fields - 1)
+
+/* The methods of this file and of life.c. */
+static PyMethodDef *all_methods(void)
+{
+    static PyMethodDef all[32];
+    size_t n = 0;
+    PyMethodDef *const tables[] = {methods, life_methods};
+    for (size_t i = 0; i < 2; i++)
+        for (PyMethodDef *m = tables[i]; m->ml_name; m++)
+            all[n++] = *m;
+    return all;
 }
 
 PyObject *transport_base(PyObject *module, PyObject *bases)
 {
     (void)module;
-    static PyMemberDef members[9];
+    static PyMemberDef members[MEMBERS + 1];
     if (!PyTuple_Check(bases) || !PyTuple_GET_SIZE(bases) ||
         !PyType_Check(PyTuple_GET_ITEM(bases, 0))) {
         PyErr_SetString(PyExc_TypeError, "a tuple of classes is needed");
         return NULL;
     }
     base_size = ((PyTypeObject *)PyTuple_GET_ITEM(bases, 0))->tp_basicsize;
-    members[0] = (PyMemberDef){"_protocol", T_OBJECT,
-                               base_size + (Py_ssize_t)offsetof(struct fields, protocol), 0, NULL};
-    members[1] = (PyMemberDef){"_context", T_OBJECT,
-                               base_size + (Py_ssize_t)offsetof(struct fields, context), 0, NULL};
-    members[2] = (PyMemberDef){"_fast", T_UBYTE,
-                               base_size + (Py_ssize_t)offsetof(struct fields, fast), 0, NULL};
-    members[3] = (PyMemberDef){"_open", T_UBYTE,
-                               base_size + (Py_ssize_t)offsetof(struct fields, open), 0, NULL};
-    members[4] = (PyMemberDef){"_closing", T_BOOL,
-                               base_size + (Py_ssize_t)offsetof(struct fields, closing), 0, NULL};
-    members[5] = (PyMemberDef){"_names", T_OBJECT,
-                               base_size + (Py_ssize_t)offsetof(struct fields, names), 0, NULL};
-    members[6] = (PyMemberDef){"_addresses", T_OBJECT,
-                               base_size + (Py_ssize_t)offsetof(struct fields, addresses), 0, NULL};
-    members[7] = (PyMemberDef){"_zc_waiters", T_OBJECT,
-                               base_size + (Py_ssize_t)offsetof(struct fields, waiters), 0, NULL};
+    memcpy(members, fields, sizeof members);
+    for (size_t i = 0; i < MEMBERS; i++)
+        members[i].offset += base_size;
     PyType_Slot slots[] = {
-        {Py_tp_traverse, traverse}, {Py_tp_clear, clear},     {Py_tp_dealloc, dealloc},
-        {Py_tp_methods, methods},   {Py_tp_members, members}, {0, NULL},
+        {Py_tp_traverse, traverse},
+        {Py_tp_clear, clear},
+        {Py_tp_dealloc, dealloc},
+        {Py_tp_methods, all_methods()},
+        {Py_tp_members, members},
+        {Py_tp_getset, made_when_asked},
+        {Py_tp_finalize, transport_finalize},
+        {0, NULL},
     };
     PyType_Spec spec = {
         .name = "aiozc._fast.Transport",
@@ -478,6 +586,8 @@ PyObject *transport_base(PyObject *module, PyObject *bases)
         .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
         .slots = slots,
     };
-    base_type = (PyTypeObject *)PyType_FromSpecWithBases(&spec, bases);
-    return Py_XNewRef((PyObject *)base_type);
+    if (life_bind() < 0)
+        return NULL;
+    transport_type = (PyTypeObject *)PyType_FromSpecWithBases(&spec, bases);
+    return Py_XNewRef((PyObject *)transport_type);
 }

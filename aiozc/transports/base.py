@@ -22,13 +22,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .. import _fast, hooks
-from .._reactor_c import lib
+from .._reactor_c import ffi, lib
 from ..settings import timeout_ns
+from .names import address_of
 
 if TYPE_CHECKING:
     from ..loop import EventLoop
 
 notify = lib.azc_conn_notify
+_ALWAYS = frozenset(("socket", "sockname", "peername"))  # what every transport tells of itself
 
 
 def os_error(res: int) -> OSError:
@@ -66,17 +68,28 @@ class NativeTransport(_fast.transport_base((hooks.FlowControlMixin, asyncio.Tran
     _kind: int
     _errors_are_events = False  # connection_lost must not come ahead of them
     # What most connections never change is kept here once, not in each of them.
-    _sock: socket.socket | None = None
-    _loop: Any
-    _protocol: Any
-    _protocol_connected = False
-    _protocol_paused = False
     _high_water, _low_water = hooks.HIGH_WATER, hooks.LOW_WATER  # the native side's defaults, too
-    _conn_lost = 0  # as asyncio's: connection_lost is scheduled, or writes after it
-    _closing: bool
-    _open: int  # as in _native/fast/fast.h; 0: the native calls have to ask here
-    _paused = False
-    _started = False  # connection_made was called
+    if TYPE_CHECKING:  # fields of the native base, and its methods
+        _sock: socket.socket | None
+        _has_socket: bool
+        _sock_fd: int
+        _conn: Any  # the azc_conn, made when asked for
+        _loop: Any
+        _reactor: Any
+        _server: Any
+        _context: Any
+        _protocol: Any
+        _protocol_paused: bool
+        _conn_lost: int  # as asyncio's: connection_lost is scheduled, or writes after it
+        _closing: bool
+        _open: int  # as in _native/fast/fast.h; 0: the native calls have to ask here
+        _fast: int
+        _paused: bool
+        _started: bool  # connection_made was called
+        _info: dict[str, Any] | None
+        _here: bytes | None
+        _peer: bytes | None
+        _made_of: tuple[int, int, int]
 
     def __init__(
         self,
@@ -88,41 +101,63 @@ class NativeTransport(_fast.transport_base((hooks.FlowControlMixin, asyncio.Tran
         server: Any,
         family: int,
         context: contextvars.Context | None = None,
-        at_once: bool = False,
     ) -> None:
-        """at_once: the caller calls `_begin` itself, in `context`; else a callback does."""
-        # Not through asyncio's __init__: that sets what the class has above (bench/peers.py, row churn).
+        """Of a socket that asyncio hands over; an accepted one gets its transport in fast/accept.c."""
         fd = self._sock_fd = sock.fileno()
         self._loop = loop
         self._reactor = reactor = loop._reactor
-        conn = self._conn = reactor.open(fd, self._kind, self, family)
+        conn = reactor.open(fd, self._kind, self, family)
         self._bind(conn.address, reactor.held)
-        if extra is None:
-            extra = {}
-        self._extra = extra
+        self._info = extra = {} if extra is None else extra
         extra["socket"] = trsock.TransportSocket(sock)
-        # An accepted connection brings them: listener.py.
-        if "sockname" not in extra:
+        if "sockname" not in extra:  # an accepted connection brings them
             extra["sockname"] = _name(sock.getsockname)
         if "peername" not in extra:
             extra["peername"] = _name(sock.getpeername)
         self._sock = sock
-        self._server = server
         # As CPython from 3.15 on, and uvloop: what the loop calls of a protocol runs in one context.
         self._context = contextvars.copy_context() if context is None else context
         self.set_protocol(protocol)
         if server is not None:
             hooks.attach(server, self)
+            self._server = server
         loop._transports[fd] = self
-        if at_once:
-            return
         loop.call_soon(self._begin, context=self._context)
         if waiter is not None:
             loop.call_soon(futures._set_result_unless_cancelled, waiter, None)  # type: ignore[attr-defined]
 
+    # -- what the native side makes when somebody asks --
+
+    @staticmethod
+    def _view(at: int) -> Any:
+        return ffi.cast("azc_conn *", at) if at else _Gone()
+
+    def _own_socket(self) -> socket.socket:
+        return socket.socket(*self._made_of, fileno=self._sock_fd)
+
+    @property
+    def _extra(self) -> dict[str, Any]:
+        """What get_extra_info knows."""
+        if self._info is None:
+            sock = self._sock
+            if sock is None:  # closed meanwhile, and asked for only now
+                sock = socket.socket(*self._made_of)
+                sock.close()
+            self._info = {
+                "socket": trsock.TransportSocket(sock),
+                "sockname": address_of(self._here),
+                "peername": address_of(self._peer),
+            }
+        return self._info
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        if self._info is None and name not in _ALWAYS:
+            return default
+        return self._extra.get(name, default)
+
     def __repr__(self) -> str:
         info = [self.__class__.__name__]
-        if self._sock is None:
+        if not self._has_socket:
             info.append("closed")
         elif self._closing:
             info.append("closing")
@@ -133,16 +168,16 @@ class NativeTransport(_fast.transport_base((hooks.FlowControlMixin, asyncio.Tran
             info.append(f"write=<{'polling' if size else 'idle'}, bufsize={size}>")
         return f"<{' '.join(info)}>"
 
-    def __del__(self, _warn: Any = warnings.warn) -> None:
+    def _unclosed(self, _warn: Any = warnings.warn) -> None:
+        """Nobody has it any more, and its socket is open."""
+        _warn(f"unclosed transport {self!r}", ResourceWarning, source=self)
         if self._sock is not None:
-            _warn(f"unclosed transport {self!r}", ResourceWarning, source=self)
             self._sock.close()
 
     # -- protocol and receiving --
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._protocol = protocol
-        self._protocol_connected = True
 
     def get_protocol(self) -> asyncio.BaseProtocol:
         return self._protocol  # type: ignore[no-any-return]
@@ -153,12 +188,16 @@ class NativeTransport(_fast.transport_base((hooks.FlowControlMixin, asyncio.Tran
     def is_reading(self) -> bool:
         return not self._closing and not self._paused
 
-    def _begin(self) -> None:
-        try:
-            self._protocol.connection_made(self)
-        finally:  # an error in it is reported, and data comes all the same: as asyncio
-            self._started = True
-            self._receive(self.is_reading())
+    def _not_begun(self, exc: BaseException) -> None:
+        """connection_made of an accepted connection raised; data comes all the same, as in asyncio."""
+        self._loop.call_exception_handler(
+            {
+                "message": "Exception in callback connection_made()",
+                "exception": exc,
+                "transport": self,
+                "protocol": self._protocol,
+            }
+        )
 
     def _receive(self, wanted: bool) -> None:
         if self._conn.token:
@@ -234,10 +273,8 @@ class NativeTransport(_fast.transport_base((hooks.FlowControlMixin, asyncio.Tran
 
     # -- closing --
 
-    def close(self) -> None:
-        """Flushes what is queued, in order, then closes. Idempotent."""
-        if self._closing:
-            return
+    def _close(self) -> None:
+        """What close() does not do by itself."""
         self._closing = True
         self._stopped()
         self._receive(False)
@@ -288,35 +325,17 @@ class NativeTransport(_fast.transport_base((hooks.FlowControlMixin, asyncio.Tran
 
     def _loop_closed(self) -> None:
         """The loop ends with this transport open: as asyncio does, leave the socket to __del__."""
-        conn, self._conn = self._conn, _Gone()
+        conn = self._conn
         self._unbind()
         self._lose()
         self._reactor.close_conn(conn, errno.ECONNABORTED)
         self._unlist()
+        hooks.forget_client(self._server, self)
 
     def _unlist(self) -> None:
         transports = self._loop._transports
         if transports.get(self._sock_fd) is self:  # asyncio's sendfile takes it out, too
             del transports[self._sock_fd]
-
-    def _call_connection_lost(self, exc: BaseException | None) -> None:
-        try:
-            if self._protocol_connected:
-                self._protocol.connection_lost(exc)
-        finally:
-            conn, self._conn = self._conn, _Gone()
-            self._unbind()
-            self._reactor.close_conn(conn, errno.ECONNABORTED)
-            self._unlist()
-            sock, self._sock = self._sock, None
-            if sock is not None:
-                sock.close()
-            self._protocol = None
-            self._ended()
-            self._loop = None
-            server, self._server = self._server, None
-            if server is not None:
-                hooks.detach(server, self)
 
     def _ended(self) -> None:
         """The descriptor is closed: whoever still waits is told."""

@@ -22,6 +22,7 @@ from .. import _fast, hooks
 from .._reactor_c import ffi, lib
 from ..operation import Operation, path_name
 from .base import NativeTransport, os_error
+from .names import FAMILY, INET, INET6, SCOPE, address_of
 from .stream import Sendable, ZeroCopyInfo
 
 if TYPE_CHECKING:
@@ -30,10 +31,6 @@ if TYPE_CHECKING:
 _HEADER = struct.Struct("=IIII")
 _NAME_AT = _HEADER.size
 _DATA_AT = _HEADER.size + lib.AZC_NAME_MAX
-_FAMILY = struct.Struct("=H")
-_INET = struct.Struct("!2xH4s8x")
-_INET6 = struct.Struct("!2xHI16sI")
-_SCOPE = struct.Struct("=I")  # sin6_scope_id alone is in host order
 _FAST_DATAGRAM = 3  # FAST_DGRAM of fast.h
 _REMEMBERED = 4096  # addresses whose two forms are kept
 MAX_SEGMENT = 65507  # payload of the largest IPv4 datagram
@@ -86,7 +83,7 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         if name != "zero_copy":
-            return self._extra.get(name, default)
+            return super().get_extra_info(name, default)
         conn = self._conn
         if not conn.zc_ok:
             return ZeroCopyInfo("copy", 0, bool(conn.adaptive), "copied")
@@ -140,24 +137,9 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
 
     def _learn(self, name: bytes) -> Any:
         """The address that socket.recvfrom would give for a sockaddr."""
-        if len(name) < _FAMILY.size:
-            return None
-        (family,) = _FAMILY.unpack_from(name)
-        address: Any
-        if family == socket.AF_INET:
-            port, host = _INET.unpack(name[: _INET.size])
-            address = (socket.inet_ntop(socket.AF_INET, host), port)
-        elif family == socket.AF_INET6:
-            port, flow, host, _ = _INET6.unpack(name[: _INET6.size])
-            (scope,) = _SCOPE.unpack_from(name, 24)
-            address = (socket.inet_ntop(socket.AF_INET6, host), port, flow, scope)
-        elif family == socket.AF_UNIX:
-            path = name[_FAMILY.size :]
-            if not path.startswith(b"\0"):
-                return os.fsdecode(path.split(b"\0", 1)[0]) or None
-            return path
-        else:
-            return None
+        address = address_of(name) or None
+        if type(address) is not tuple:
+            return address
         if len(self._addresses) >= _REMEMBERED:
             self._addresses.clear()
         self._addresses[name] = address
@@ -279,17 +261,17 @@ class DatagramTransport(NativeTransport, asyncio.DatagramTransport):
             if self._family == socket.AF_INET:
                 host, port = addr
                 packed = socket.inet_pton(socket.AF_INET, host)
-                name = _FAMILY.pack(socket.AF_INET) + _INET.pack(port, packed)[2:]
+                name = FAMILY.pack(socket.AF_INET) + INET.pack(port, packed)[2:]
             elif self._family == socket.AF_INET6:
                 host, port, *more = addr
                 flow, scope = (*more, 0, 0)[:2]
                 packed = socket.inet_pton(socket.AF_INET6, host)
-                name = _FAMILY.pack(socket.AF_INET6) + _INET6.pack(port, flow, packed, 0)[2:24]
-                name += _SCOPE.pack(scope)
+                name = FAMILY.pack(socket.AF_INET6) + INET6.pack(port, flow, packed, 0)[2:24]
+                name += SCOPE.pack(scope)
             elif self._family == socket.AF_UNIX:
                 path = os.fsencode(addr)
                 if 0 < len(path) < 108:
-                    return _FAMILY.pack(socket.AF_UNIX) + path + (b"\0" if path[0] else b"")
+                    return FAMILY.pack(socket.AF_UNIX) + path + (b"\0" if path[0] else b"")
         except (OSError, TypeError, ValueError, struct.error):
             return b""
         if type(addr) is tuple and name:

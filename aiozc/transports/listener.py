@@ -1,5 +1,5 @@
-"""A listening socket: accepted descriptors become transports, those of TLS by asyncio's own
-`_accept_connection2`, which waits for the handshake.
+"""A listening socket: accepted descriptors become transports, natively (fast/accept.c); those of TLS by
+asyncio's own `_accept_connection2`, which waits for the handshake.
 
 Owns: the native accept of one socket. Made by loop.py's `_start_serving`; closed by `_stop_serving`, before
 the socket is, so that it can be bound again at once.
@@ -15,7 +15,7 @@ from asyncio import trsock
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .. import hooks
+from .. import _fast, hooks
 from .._reactor_c import lib
 from .stream import StreamTransport
 
@@ -28,32 +28,21 @@ _NO_RESOURCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _TRANSPARENT = {socket.AF_INET: (socket.SOL_IP, 19), socket.AF_INET6: (socket.IPPROTO_IPV6, 75)}
 
 
-def _sockname(sock: socket.socket) -> dict[str, Any]:
-    """`sockname` of what is accepted here, where every connection has the listener's: bound to one
-    address, and not for other hosts' addresses (IP_TRANSPARENT). Else nothing."""
+def _one_name(sock: socket.socket) -> bool:
+    """Is `sockname` of every connection that is accepted here the listener's? Bound to one address, and not
+    for other hosts' addresses (IP_TRANSPARENT)."""
     try:
-        name = sock.getsockname()
         if sock.family == socket.AF_UNIX:
-            return {"sockname": name}
-        if sock.family not in _TRANSPARENT or name[0] in ("0.0.0.0", "::"):
-            return {}
-        return {} if sock.getsockopt(*_TRANSPARENT[sock.family]) else {"sockname": name}
+            return True
+        if sock.family not in _TRANSPARENT or sock.getsockname()[0] in ("0.0.0.0", "::"):
+            return False
+        return not sock.getsockopt(*_TRANSPARENT[sock.family])
     except OSError:
-        return {}
+        return False
 
 
-class Listener:
-    __slots__ = (
-        "_args",
-        "_conn",
-        "_context",
-        "_extra",
-        "_factory",
-        "_kind",
-        "_loop",
-        "_sock",
-        "_timer",
-    )
+class Listener(_fast.Acceptor):
+    __slots__ = ("_args", "_conn", "_sock", "_timer")
 
     def __init__(
         self,
@@ -64,12 +53,16 @@ class Listener:
         context: contextvars.Context | None = None,
     ) -> None:
         self._loop = loop
+        self._reactor = loop._reactor
         self._factory = factory
         self._sock = sock
         self._args = args  # sslcontext, server, backlog, ssl timeouts: as asyncio passes them
-        self._kind = (int(sock.family), int(sock.type), sock.proto)
+        sslcontext, self._server, *_ = args
+        self._transport = StreamTransport if sslcontext is None else None
+        self._family = int(sock.family)
+        self._made_of = (self._family, int(sock.type), sock.proto)
         self._timer: Any = None
-        self._extra = _sockname(sock)
+        self._same_here = _one_name(sock)
         # Each connection is served in a copy: what a protocol factory sets is that connection's.
         self._context = contextvars.copy_context() if context is None else context
         self._conn: Any = loop._reactor.open(sock.fileno(), lib.AZC_LISTEN, self)
@@ -80,33 +73,15 @@ class Listener:
         if self._conn is not None:
             lib.azc_conn_start(self._conn)
 
-    def _serve(
-        self,
-        sock: socket.socket,
-        extra: dict[str, Any],
-        server: Any,
-        context: contextvars.Context,
-    ) -> None:
-        try:
-            protocol = self._factory()
-            transport = StreamTransport(
-                self._loop, sock, protocol, None, extra, server, self._kind[0], context, True
+    def _failed(self, exc: BaseException) -> None:
+        """The protocol factory raised, or there is no transport for what it made: the socket is closed."""
+        if self._loop.get_debug():  # as asyncio: told only then
+            self._loop.call_exception_handler(
+                {
+                    "message": "Error on transport creation for incoming connection",
+                    "exception": exc,
+                }
             )
-        except (SystemExit, KeyboardInterrupt):
-            sock.close()
-            raise
-        except BaseException as exc:
-            sock.close()
-            if self._loop.get_debug():  # as asyncio: told only then
-                self._loop.call_exception_handler(
-                    {
-                        "message": "Error on transport creation for incoming connection",
-                        "exception": exc,
-                    }
-                )
-            return
-        # An error in it is reported as one in a callback is, and data comes all the same.
-        transport._call(transport._begin, "Exception in callback connection_made()", protocol)
 
     def close(self) -> None:
         """Nothing is accepted afterwards. Idempotent; the socket is the caller's to close."""
@@ -132,20 +107,14 @@ class Listener:
         self._timer = self._loop.call_later(hooks.constants.ACCEPT_RETRY_DELAY, self.start)
 
     def _accepted(self, fd: int, context: contextvars.Context) -> None:
-        family, kind, proto = self._kind
-        sock = socket.socket(family, kind, proto, fileno=fd)
-        extra = self._extra.copy()
+        sock = socket.socket(*self._made_of, fileno=fd)
         try:
-            extra["peername"] = sock.getpeername()
+            extra = {"peername": sock.getpeername()}
         except OSError:  # gone again: its transport will say so
-            extra["peername"] = None
+            extra = {"peername": None}
         sslcontext, server, _backlog, *timeouts = self._args
-        if sslcontext is None:
-            # Nothing to wait for: no task, and a burst has its transports within the turn.
-            self._serve(sock, extra, server, context)
-            return
         self._loop.create_task(
-            self._loop._accept_connection2(  # type: ignore[attr-defined]
+            self._loop._accept_connection2(
                 self._factory,
                 sock,
                 extra,

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
 from .. import hooks
-from .._fast import Parts
+from .._fast import Parts, is_buffered
 from .._reactor_c import lib
 from ..buffers import Frozen, immutable
 from ..operation import Operation, path_name
@@ -101,15 +101,16 @@ class StreamTransport(NativeTransport):
     _kind = lib.AZC_STREAM
     _start_tls_compatible = True
     _read_ready_cb = None  # test_ssl of CPython 3.14 and 3.15 asks for it
-    _eof = False  # write_eof was called
-    _eof_seen = False
-    _sink: Sink | None = None
-    # Made when first needed.
-    _held: collections.deque[bytes | OSError] | tuple[()] = ()
-    _marks: collections.deque[tuple[int, Operation]] | tuple[()] = ()
-    _zc_waiters: list[asyncio.Future[None]] | None  # a field of the native base
-    _turns: collections.deque[Turn] | tuple[()] = ()
-    _empty_waiter: asyncio.Future[None] | None = None
+    if TYPE_CHECKING:  # fields of the native base; the objects are made when first needed
+        _eof: bool  # write_eof was called
+        _eof_seen: bool
+        _buffered: bool
+        _sink: Sink | None
+        _held: collections.deque[bytes | OSError] | None
+        _marks: collections.deque[tuple[int, Operation]] | None
+        _zc_waiters: list[asyncio.Future[None]] | None
+        _turns: collections.deque[Turn] | None
+        _empty_waiter: asyncio.Future[None] | None
     _sendfile_compatible = hooks.constants._SendfileMode.TRY_NATIVE
 
     def __init__(
@@ -122,11 +123,10 @@ class StreamTransport(NativeTransport):
         server: Any = None,
         family: int | None = None,
         context: contextvars.Context | None = None,
-        at_once: bool = False,
     ) -> None:
         if family is None:
             family = int(sock.family)
-        super().__init__(loop, sock, protocol, waiter, extra, server, family, context, at_once)
+        super().__init__(loop, sock, protocol, waiter, extra, server, family, context)
         self._open = True  # write() may queue: nothing of what forbids it happened
 
     # -- protocol and information --
@@ -135,12 +135,7 @@ class StreamTransport(NativeTransport):
         """Also while writing is paused: the old protocol is resumed, the new one takes over the pause."""
         old = self._protocol
         super().set_protocol(protocol)
-        self._buffered = isinstance(protocol, asyncio.BufferedProtocol) or (
-            # uvloop's rule: a BaseProtocol that has the methods is one, too
-            isinstance(protocol, asyncio.BaseProtocol)
-            and not isinstance(protocol, asyncio.Protocol)
-            and hasattr(protocol, "get_buffer")
-        )
+        self._buffered = is_buffered(protocol)
         if self._protocol_paused and old is not None and old is not protocol:
             self._call(old.resume_writing, "protocol.resume_writing() failed", old)
             self._call(protocol.pause_writing, "protocol.pause_writing() failed", protocol)
@@ -159,7 +154,7 @@ class StreamTransport(NativeTransport):
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         if name == "zero_copy":
             return self._zero_copy_info()
-        return self._extra.get(name, default)
+        return super().get_extra_info(name, default)
 
     def _zero_copy_info(self) -> ZeroCopyInfo:
         conn = self._conn
@@ -520,12 +515,12 @@ class StreamTransport(NativeTransport):
         self._force_close(None)
 
     def _stopped(self) -> None:
-        self._held = ()
+        self._held = None
         self._fast = 0
 
     def _loop_closed(self) -> None:
         super()._loop_closed()
-        self._turns = ()  # nobody will come to them, and they hold buffers
+        self._turns = None  # nobody will come to them, and they hold buffers
 
     def _release_sink(self) -> None:
         if self._sink is not None:
