@@ -247,7 +247,9 @@ struct conn {
     struct conn *dirty_next;
     bool dirty;
     bool want_recv, armed, cancelling, eof;
-    bool single; /* uring: one receive after the other, no multishot */
+    bool single;   /* uring: one receive after the other, no multishot */
+    bool announce; /* azc_conn_direct: tell that it is readable, do not receive */
+    bool polled;   /* uring: what is armed only polls */
     bool cancel_rq, cancel_rq_sent;
     bool rq_waits;    /* uring: the request waits for room in the kernel */
     bool half_closed; /* the peer will send nothing more; see uring.c for why that matters */

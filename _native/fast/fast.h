@@ -101,6 +101,7 @@ struct fields { /* of a transport, behind the slots of asyncio's classes */
     unsigned char fast;  /* FAST_*, or 0: see stream.py's _review */
     unsigned char open;  /* OPEN_*, or 0: the call has to ask Python */
     char closing;        /* close() or abort() was called */
+    unsigned char large; /* how receives were of late, by size: see events.c */
 };
 
 struct fields *fields_of(PyObject *transport);
