@@ -292,6 +292,56 @@ def test_read_into_between_large_receives(run, family):
     run(main())
 
 
+def test_read_into_is_direct_and_takes_no_byte_beyond_its_buffer(run, family):
+    async def main():
+        reader, writer, peer = await open_stream(family)
+        content = pattern(0, 4 << 20)
+
+        def send() -> None:
+            peer.sendall(content)
+            peer.shutdown(socket.SHUT_WR)
+
+        thread = threading.Thread(target=send, daemon=True)
+        thread.start()
+        got = bytearray()
+        n = 1
+        while n:
+            target = bytearray(100_000)  # the last one ends with the stream
+            n = await aiozc.read_into(reader, target)
+            got += target[:n]
+        thread.join(5)
+        assert direct() > 10
+        assert_same_stream(content, bytes(got))
+        assert await reader.read(1) == b""
+        writer.close()
+        peer.close()
+
+    run(main())
+
+
+def test_a_cancelled_read_into_gives_back_what_was_received_directly(run, family):
+    async def main():
+        reader, writer, peer = await open_stream(family)
+        for _ in range(PIECES):
+            peer.sendall(pattern(1, LARGE))
+            assert await reader.readexactly(LARGE) == pattern(1, LARGE)
+        before = direct()
+        target = bytearray(10 * LARGE)
+        reading = asyncio.create_task(aiozc.read_into(reader, target))
+        await asyncio.sleep(0)
+        peer.sendall(pattern(2, LARGE))
+        await eventually(lambda: direct() > before and target[LARGE - 1], 10, "the data")
+        reading.cancel()
+        peer.sendall(pattern(3, LARGE))
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert await reader.readexactly(2 * LARGE) == pattern(2, LARGE) + pattern(3, LARGE)
+        writer.close()
+        peer.close()
+
+    run(main())
+
+
 def test_get_buffer_may_pause_and_close(run, family):
     class Odd(Buffered):
         then = None

@@ -130,10 +130,13 @@ static PyObject *look_up(PyObject *where, uint64_t token, int take)
  * comes to that by some large ones in a row, and leaves it after some small ones. */
 
 #define LARGE 8192
-#define ENOUGH 3          /* large ones in a row */
-#define PATIENCE 4        /* small ones in a row */
-#define RECEIVE 65536     /* bytes asked for at once: malloc maps larger ones anew each time */
+#define ENOUGH 3   /* large ones in a row */
+#define PATIENCE 4 /* small ones in a row */
+/* Bytes asked for at once: a message of 64 KiB is seen to be all; malloc maps much larger ones anew
+ * each time. */
+#define RECEIVE 66048
 #define RECEIVES_A_TURN 4 /* of one connection, where more waits */
+#define FILL_MOST (RECEIVE * RECEIVES_A_TURN)
 
 static void learn_size(struct fields *f, int n)
 {
@@ -191,6 +194,7 @@ static int into_bytes(PyObject *self, struct fields *f)
 /* In the transport's context. `name`: the method that raised. */
 static int fill_direct(struct fields *f, PyObject *protocol, const char **name)
 {
+    unsigned char fast = f->fast;
     Py_buffer view;
     PyObject *hint = PyLong_FromLong(-1), *rc = NULL;
     *name = "get_buffer";
@@ -203,10 +207,10 @@ static int fill_direct(struct fields *f, PyObject *protocol, const char **name)
     if (n < 0)
         return -EAGAIN;
     n = -EAGAIN;
-    if (!view.len)
+    if (!view.len && fast != FAST_SINK) /* a full sink is taken away in the next turn */
         PyErr_SetString(PyExc_RuntimeError, "get_buffer() returned an empty buffer");
-    else if (f->conn && f->fast == FAST_BUFFER) /* else get_buffer() paused it, or closed it */
-        n = api->recv(f->conn, view.buf, view.len < RECEIVE ? (size_t)view.len : RECEIVE);
+    else if (view.len && f->conn && f->fast == fast) /* else get_buffer() paused it, or closed it */
+        n = api->recv(f->conn, view.buf, view.len < FILL_MOST ? (size_t)view.len : FILL_MOST);
     PyBuffer_Release(&view);
     if (n <= 0)
         return n;
@@ -221,15 +225,17 @@ static int fill_direct(struct fields *f, PyObject *protocol, const char **name)
 
 static int into_buffer(PyObject *self, struct fields *f)
 {
-    PyObject *protocol = Py_NewRef(f->protocol), *context = Py_NewRef(f->context);
+    PyObject *protocol =
+        f->fast == FAST_SINK ? PyObject_GetAttr(self, n__sink) : Py_NewRef(f->protocol);
+    PyObject *context = Py_NewRef(f->context);
     const char *name = "get_buffer";
     int n = -EAGAIN;
-    if (PyContext_Enter(context) == 0) {
+    if (protocol && PyContext_Enter(context) == 0) {
         n = fill_direct(f, protocol, &name);
         if (PyContext_Exit(context) < 0)
             n = -EAGAIN;
     }
-    Py_DECREF(protocol);
+    Py_XDECREF(protocol);
     Py_DECREF(context);
     if (PyErr_Occurred() && told(self, NULL, name) < 0)
         return -EAGAIN;
@@ -245,16 +251,13 @@ static int readable(struct batch *self, const azc_event *e)
     struct fields *f = fields_of(transport);
     int n = RECEIVE;
     Py_INCREF(transport);
-    if (f->fast != FAST_DATA && f->fast != FAST_BUFFER)
+    if (f->fast == FAST_BUFFER || f->fast == FAST_SINK)
+        n = into_buffer(transport, f);
+    else if (f->fast != FAST_DATA)
         leave_direct(f);
-    for (int i = 0; i < RECEIVES_A_TURN && n == RECEIVE && f->conn; i++) {
-        if (f->fast == FAST_DATA)
+    else /* until the protocol paused, or closed it: the rest waits in the kernel */
+        for (int i = 0; i < RECEIVES_A_TURN && n == RECEIVE && f->conn && f->fast == FAST_DATA; i++)
             n = into_bytes(transport, f);
-        else if (f->fast == FAST_BUFFER)
-            n = into_buffer(transport, f);
-        else
-            break; /* the protocol paused, or closed it: the rest waits in the kernel */
-    }
     if (n <= 0 && n != -EAGAIN) {
         PyObject *done = call_ints(transport, n__on_recv, n, 0);
         Py_XDECREF(done);
@@ -274,10 +277,11 @@ static int received(struct batch *self, const azc_event *e)
     struct fields *f = transport ? fields_of(transport) : NULL;
     size_t start = e->arg * self->stride;
     int rc;
-    if (e->res > 0 && f && f->fast) {
+    if (e->res > 0 && f && f->fast)
+        learn_size(f, e->res);
+    if (e->res > 0 && f && (f->fast == FAST_DATA || f->fast == FAST_BUFFER)) {
         PyObject *protocol = Py_NewRef(f->protocol), *context = Py_NewRef(f->context);
         const char *p = self->memory + start;
-        learn_size(f, e->res);
         rc = f->fast == FAST_DATA ? deliver_bytes(owner, protocol, context, p, e->res)
                                   : deliver_buffer(owner, protocol, context, p, e->res, start);
         Py_DECREF(protocol);
