@@ -25,7 +25,7 @@ from order_support import (
 import aiozc
 
 LARGE = 32 << 10
-PIECES = 8  # more than it takes to be found large
+PIECES = 16  # more than it takes to be found large; one may come in two halves
 
 
 @pytest.fixture(params=["tcp", "unix"])

@@ -129,8 +129,9 @@ static PyObject *look_up(PyObject *where, uint64_t token, int take)
  * out of the reactor's buffers is not, and memory that was just used is used again. A connection
  * comes to that by some large ones in a row, and leaves it after some small ones. */
 
-#define LARGE 8192
-#define ENOUGH 3   /* large ones in a row */
+#define LARGE 32768 /* smaller ones gain nothing: a poll and a call more cost what a copy does */
+#define ENOUGH 3    /* large ones in a row */
+#define SMALL 8192
 #define PATIENCE 4 /* small ones in a row */
 /* Bytes asked for at once: a message of 64 KiB is seen to be all; malloc maps much larger ones anew
  * each time. */
@@ -157,7 +158,7 @@ static void leave_direct(struct fields *f)
 
 static void learn_again(struct fields *f, int n)
 {
-    if (n >= LARGE)
+    if (n >= SMALL)
         f->large = ENOUGH + PATIENCE - 1;
     else if (f->large > ENOUGH)
         f->large--;
