@@ -40,7 +40,9 @@ WAYS = {
     "asyncio write": SIZES,
     "aiozc write": SIZES,
     "aiozc pool": SIZES,
-    "uvloop submit": SIZES[1:],  # aiozc.zc_submit on uvloop's transports: io_uring, and MSG_ZEROCOPY
+    "uvloop submit": SIZES[
+        1:
+    ],  # aiozc.zc_submit on uvloop's transports: io_uring, and MSG_ZEROCOPY
     "uvloop submit-epoll": SIZES[1:],
     "asyncio sendfile": (1048576,),
     "uvloop fan": (262144,),
