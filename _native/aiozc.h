@@ -40,6 +40,9 @@
 /* Like RECV; the buffer begins with an azc_datagram and its address. Or a datagram was refused by
  * the kernel with res < 0, and dropped. */
 #define AZC_EV_DATAGRAM 6
+/* A stream that azc_conn_direct was called for has something: azc_recv. It is told again as long as
+ * there is. */
+#define AZC_EV_READABLE 7
 
 /* What azc_wait answers: a number of events (low 16 bits), and these. */
 #define AZC_FIRED_EVENTS 65535
@@ -190,6 +193,7 @@ typedef struct azc_stats {
     uint64_t enobufs;
     uint64_t stacks;             /* requests that closed a stack: they carried MSG_EOR */
     uint64_t notification_turns; /* harvests that brought a notification */
+    uint64_t direct_receives;    /* by azc_recv */
     uint64_t timeouts;           /* connections given up after zc_timeout */
     uint64_t release_max_ns;
     uint64_t release[256]; /* requests by the time from issue to notification */
@@ -252,6 +256,11 @@ size_t azc_take_released(azc_reactor *r, uint64_t *tokens, size_t max);
 azc_conn *azc_conn_open(azc_reactor *r, int fd, int kind, int family);
 int azc_conn_start(azc_conn *c);
 int azc_conn_stop(azc_conn *c);
+/* On: what arrives on a stream is not received, but told by AZC_EV_READABLE, and azc_recv receives
+ * it: the bytes, 0 at the end of the stream, -EAGAIN: nothing, or not wanted now, another -errno:
+ * the end of receiving. Events of before may still come. */
+void azc_conn_direct(azc_conn *c, int on);
+int azc_recv(azc_conn *c, char *p, size_t n);
 int azc_conn_quiesce(azc_conn *c);
 void azc_conn_notify(azc_conn *c, uint32_t what);
 uint64_t azc_conn_outstanding(azc_conn *c);
@@ -303,6 +312,8 @@ typedef struct azc_api {
     int (*conn_stop)(azc_conn *c);
     void (*conn_notify)(azc_conn *c, uint32_t what);
     int (*conn_close)(azc_conn *c, int error);
+    void (*direct)(azc_conn *c, int on);
+    int (*recv)(azc_conn *c, char *p, size_t n);
 } azc_api;
 const azc_api *azc_api_table(void);
 

@@ -242,7 +242,11 @@ static bool receive_datagrams(struct conn *c)
 /* By what `events` said, which may have been an error that is none. */
 static void receive_some(struct conn *c, uint32_t events)
 {
-    bool found = c->pub.kind == AZC_STREAM ? receive(c) : receive_datagrams(c);
+    bool found = true;
+    if (c->announce && events & EPOLLIN)
+        emit(c->r, c->pub.token, AZC_EV_READABLE, 0, 0);
+    else
+        found = c->pub.kind == AZC_STREAM ? receive(c) : receive_datagrams(c);
     if (found && c->edges) {
         c->ep_mask &= ~(uint32_t)EPOLLET; /* not as it is wanted: set_mask arms it anew */
         mark_dirty(c);

@@ -262,7 +262,9 @@ struct conn {
     struct conn *dirty_next;
     bool dirty;
     bool want_recv, armed, cancelling, eof;
-    bool single; /* uring: one receive after the other, no multishot */
+    bool single;   /* uring: one receive after the other, no multishot */
+    bool announce; /* azc_conn_direct: tell that it is readable, do not receive */
+    bool polled;   /* uring: what is armed only polls */
     bool cancel_rq, cancel_rq_sent;
     bool rq_waits;    /* uring: the request waits for room in the kernel */
     uint8_t sure;     /* requests in a row that did not end short, SURE_MAX at most */

@@ -501,6 +501,33 @@ int azc_conn_stop(azc_conn *pub)
     return 0;
 }
 
+void azc_conn_direct(azc_conn *pub, int on)
+{
+    struct conn *c = conn_of(pub);
+    c->announce = on != 0;
+    mark_dirty(c);
+}
+
+int azc_recv(azc_conn *pub, char *p, size_t n)
+{
+    struct conn *c = conn_of(pub);
+    if (!c->want_recv || c->eof || c->closed)
+        return -EAGAIN;
+    ssize_t rc = recv(pub->fd, p, n, MSG_DONTWAIT);
+    if (rc > 0) {
+        c->r->stats.direct_receives++;
+        return (int)rc;
+    }
+    if (rc < 0 && (errno == EAGAIN || errno == EINTR))
+        return -EAGAIN;
+    if (rc == 0)
+        c->eof = c->half_closed = true;
+    else
+        c->want_recv = false;
+    mark_dirty(c);
+    return rc < 0 ? -errno : 0;
+}
+
 void azc_conn_notify(azc_conn *pub, uint32_t what)
 {
     pub->notify |= what;
@@ -887,9 +914,9 @@ static void *owner(azc_reactor *r, uint64_t token)
 const azc_api *azc_api_table(void)
 {
     static const azc_api table = {
-        azc_wait,        azc_write,     azc_submit,       azc_take_released, owner,
-        azc_withdraw,    azc_idle,      azc_conn_drained, azc_conn_ask_low,  azc_sendto,
-        copy_now,        azc_zc_sendto, azc_conn_open,    azc_conn_start,    azc_conn_stop,
-        azc_conn_notify, azc_conn_close};
+        azc_wait,        azc_write,      azc_submit,       azc_take_released, owner,
+        azc_withdraw,    azc_idle,       azc_conn_drained, azc_conn_ask_low,  azc_sendto,
+        copy_now,        azc_zc_sendto,  azc_conn_open,    azc_conn_start,    azc_conn_stop,
+        azc_conn_notify, azc_conn_close, azc_conn_direct,  azc_recv};
     return &table;
 }

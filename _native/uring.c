@@ -473,6 +473,15 @@ static void on_stream(struct conn *c, int32_t res, unsigned flags)
     }
 }
 
+/* The reader takes it out himself (azc_recv); the poll is made anew after that. */
+static void on_readable(struct conn *c, int32_t res)
+{
+    if (res < 0)
+        return; /* it was cancelled */
+    c->half_closed |= (res & (POLLRDHUP | POLLHUP)) != 0;
+    emit(c->r, c->pub.token, AZC_EV_READABLE, 0, 0);
+}
+
 /* A datagram, header and all; an error ends neither the socket nor, in the end, its receiving. */
 static void on_datagram(struct conn *c, int32_t res, unsigned flags)
 {
@@ -521,7 +530,9 @@ static void on_conn(struct azc_reactor *r, uint64_t token, int32_t res, unsigned
     }
     if (!(flags & IORING_CQE_F_MORE))
         c->armed = c->cancelling = false;
-    if (c->pub.kind == AZC_STREAM)
+    if (c->pub.kind == AZC_STREAM && c->polled)
+        on_readable(c, res);
+    else if (c->pub.kind == AZC_STREAM)
         on_stream(c, res, flags);
     else if (c->pub.kind == AZC_DATAGRAM)
         on_datagram(c, res, flags);
@@ -761,6 +772,11 @@ static bool arm(struct conn *c)
         return false;
     switch (c->pub.kind) {
     case AZC_STREAM:
+        c->polled = c->announce;
+        if (c->polled) {
+            io_uring_prep_poll_add(sqe, c->pub.fd, POLLIN | POLLRDHUP);
+            break;
+        }
         if (c->single)
             io_uring_prep_recv(sqe, c->pub.fd, NULL, 0, 0);
         else
@@ -910,7 +926,7 @@ static bool bring_up(struct conn *c)
     if (c->want_recv && !c->armed && !c->eof && !r->detaching) {
         if (!arm(c))
             return false;
-    } else if (!c->want_recv && c->armed && !c->cancelling) {
+    } else if (c->armed && !c->cancelling && (!c->want_recv || c->polled != c->announce)) {
         if (!cancel(r, UD_CONN, c->pub.token, 0))
             return false;
         c->cancelling = true;

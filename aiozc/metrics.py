@@ -103,6 +103,11 @@ METRICS: tuple[Metric, ...] = (
         "quantile 1 is the longest.",
         _release,
     ),
+    _counter(
+        "direct_receives",
+        "{receive}",
+        "Receives straight into what the protocol got.",
+    ),
     _counter("timeouts", "{connection}", "Connections reset by zc_timeout."),
     _counter("enters", "{call}", "Calls of io_uring_enter, or epoll_wait."),
     _counter("cq_overflows", "{overflow}", "Times that the completion queue was full."),

@@ -33,6 +33,7 @@ class ZcStats:
     queued_bytes: accepted and not sent. pinned_bytes: issued zero-copy and not released.
     stacks: zero-copy requests that ended a stack (see zc_eor_bytes in Settings).
     notification_turns: times that the completion queue was read and held at least one notification.
+    direct_receives: receives straight into what the protocol got, not out of a buffer of the loop.
     timeouts: connections reset by zc_timeout.
     release_p50, release_p90, release_p99, release_max: seconds from the issue of a zero-copy request
     to its notification, of those that sent anything; 0.0 before the first one. The percentiles are
@@ -63,6 +64,7 @@ class ZcStats:
     enobufs: int
     stacks: int
     notification_turns: int
+    direct_receives: int
     timeouts: int
     release_p50: float
     release_p90: float

@@ -6,6 +6,7 @@
  */
 #include "fast.h"
 
+#include <errno.h>
 #include <unistd.h>
 
 /* Call `method` with what it needs in the transport's context. 0, or -1 with SystemExit or
@@ -142,6 +143,152 @@ static PyObject *look_up(PyObject *where, uint64_t token, int take)
     return found;
 }
 
+/* ---- large receives ----
+ *
+ * They go straight into the bytes, or into the buffer, that the protocol gets: what would be copied
+ * out of the reactor's buffers is not, and memory that was just used is used again. A connection
+ * comes to that by some large ones in a row, and leaves it after some small ones. */
+
+#define LARGE 32768 /* smaller ones gain nothing: a poll and a call more cost what a copy does */
+#define ENOUGH 3    /* large ones in a row */
+#define SMALL 8192
+#define PATIENCE 4 /* small ones in a row */
+/* Bytes asked for at once: a message of 64 KiB is seen to be all; malloc maps much larger ones anew
+ * each time. */
+#define RECEIVE 66048
+#define RECEIVES_A_TURN 4 /* of one connection, where more waits */
+#define FILL_MOST (RECEIVE * RECEIVES_A_TURN)
+
+static void learn_size(struct fields *f, int n)
+{
+    if (f->large >= ENOUGH)
+        return; /* it had arrived before */
+    f->large = n < LARGE ? 0 : f->large + 1;
+    if (f->large < ENOUGH)
+        return;
+    f->large = ENOUGH + PATIENCE - 1;
+    api->direct(f->conn, 1);
+}
+
+static void leave_direct(struct fields *f)
+{
+    f->large = 0;
+    api->direct(f->conn, 0);
+}
+
+static void learn_again(struct fields *f, int n)
+{
+    if (n >= SMALL)
+        f->large = ENOUGH + PATIENCE - 1;
+    else if (f->large > ENOUGH)
+        f->large--;
+    else
+        leave_direct(f);
+}
+
+/* What azc_recv answers; -EAGAIN also if there is an exception. */
+static int into_bytes(PyObject *self, struct fields *f)
+{
+    PyObject *data = PyBytes_FromStringAndSize(NULL, RECEIVE), *rc = NULL;
+    if (!data)
+        return -EAGAIN;
+    int n = api->recv(f->conn, PyBytes_AS_STRING(data), RECEIVE);
+    if (n <= 0) {
+        Py_DECREF(data);
+        return n;
+    }
+    learn_again(f, n);
+    if (n < RECEIVE)
+        _PyBytes_Resize(&data, n);
+    PyObject *protocol = Py_NewRef(f->protocol), *context = Py_NewRef(f->context);
+    if (data && PyContext_Enter(context) == 0) {
+        rc = call1(protocol, n_data_received, data);
+        if (PyContext_Exit(context) < 0)
+            Py_CLEAR(rc);
+    }
+    Py_DECREF(protocol);
+    Py_DECREF(context);
+    Py_XDECREF(data);
+    return told(self, rc, "data_received") < 0 ? -EAGAIN : n;
+}
+
+/* In the transport's context. `name`: the method that raised. */
+static int fill_direct(struct fields *f, PyObject *protocol, const char **name)
+{
+    unsigned char fast = f->fast;
+    Py_buffer view;
+    PyObject *hint = PyLong_FromLong(-1), *rc = NULL;
+    *name = "get_buffer";
+    PyObject *buffer = hint ? call1(protocol, n_get_buffer, hint) : NULL;
+    Py_XDECREF(hint);
+    if (!buffer)
+        return -EAGAIN;
+    int n = PyObject_GetBuffer(buffer, &view, PyBUF_WRITABLE);
+    Py_DECREF(buffer);
+    if (n < 0)
+        return -EAGAIN;
+    n = -EAGAIN;
+    if (!view.len && fast != FAST_SINK) /* a full sink is taken away in the next turn */
+        PyErr_SetString(PyExc_RuntimeError, "get_buffer() returned an empty buffer");
+    else if (view.len && f->conn && f->fast == fast) /* else get_buffer() paused it, or closed it */
+        n = api->recv(f->conn, view.buf, view.len < FILL_MOST ? (size_t)view.len : FILL_MOST);
+    PyBuffer_Release(&view);
+    if (n <= 0)
+        return n;
+    learn_again(f, n);
+    *name = "buffer_updated";
+    PyObject *count = PyLong_FromLong(n);
+    rc = count ? call1(protocol, n_buffer_updated, count) : NULL;
+    Py_XDECREF(count);
+    Py_XDECREF(rc);
+    return rc ? n : -EAGAIN;
+}
+
+static int into_buffer(PyObject *self, struct fields *f)
+{
+    PyObject *protocol =
+        f->fast == FAST_SINK ? PyObject_GetAttr(self, n__sink) : Py_NewRef(f->protocol);
+    PyObject *context = Py_NewRef(f->context);
+    const char *name = "get_buffer";
+    int n = -EAGAIN;
+    if (protocol && PyContext_Enter(context) == 0) {
+        n = fill_direct(f, protocol, &name);
+        if (PyContext_Exit(context) < 0)
+            n = -EAGAIN;
+    }
+    Py_XDECREF(protocol);
+    Py_DECREF(context);
+    if (PyErr_Occurred() && told(self, NULL, name) < 0)
+        return -EAGAIN;
+    return n;
+}
+
+/* AZC_EV_READABLE. Whatever cannot be received in this way comes by events again. */
+static int readable(struct batch *self, const azc_event *e)
+{
+    PyObject *transport = api->owner(self->r, e->token);
+    if (!transport)
+        return 0; /* closed */
+    struct fields *f = fields_of(transport);
+    int n = RECEIVE;
+    Py_INCREF(transport);
+    if (f->fast == FAST_BUFFER || f->fast == FAST_SINK)
+        n = into_buffer(transport, f);
+    else if (f->fast != FAST_DATA)
+        leave_direct(f);
+    else /* until the protocol paused, or closed it: the rest waits in the kernel */
+        for (int i = 0; i < RECEIVES_A_TURN && n == RECEIVE && f->conn && f->fast == FAST_DATA; i++)
+            n = into_bytes(transport, f);
+    if (n <= 0 && n != -EAGAIN) {
+        PyObject *done = call_ints(transport, n__on_recv, n, 0);
+        Py_XDECREF(done);
+    }
+    Py_DECREF(transport);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* ---- */
+
 static int received(struct batch *self, const azc_event *e)
 {
     PyObject *transport = api->owner(self->r, e->token);
@@ -151,7 +298,9 @@ static int received(struct batch *self, const azc_event *e)
     struct fields *f = transport ? fields_of(transport) : NULL;
     size_t start = e->arg * self->stride;
     int rc;
-    if (e->res > 0 && f && f->fast) {
+    if (e->res > 0 && f && f->fast)
+        learn_size(f, e->res);
+    if (e->res > 0 && f && (f->fast == FAST_DATA || f->fast == FAST_BUFFER)) {
         PyObject *protocol = Py_NewRef(f->protocol), *context = Py_NewRef(f->context);
         const char *p = self->memory + start;
         rc = f->fast == FAST_DATA ? deliver_bytes(owner, protocol, context, p, e->res)
@@ -250,6 +399,8 @@ int event_happened(struct batch *self, const azc_event *e)
 {
     if (e->kind == AZC_EV_RECV)
         return received(self, e);
+    if (e->kind == AZC_EV_READABLE)
+        return readable(self, e);
     if (e->res >= 0 && (e->kind == AZC_EV_DATAGRAM || e->kind == AZC_EV_WRITE)) {
         int done = by_transport(self, e);
         if (done <= 0)

@@ -46,6 +46,7 @@ extern const azc_api *api; /* the reactor's functions; set once by bind() */
     X(_fatal_error)                                                                                \
     X(_on_recv)                                                                                    \
     X(_hold_at)                                                                                    \
+    X(_sink)                                                                                       \
     X(_on_write)                                                                                   \
     X(_on_accept)                                                                                  \
     X(_on_datagram)                                                                                \
@@ -106,6 +107,7 @@ PyObject *call_ints(PyObject *self, PyObject *name, long a, long b);
 #define FAST_DATA 1   /* protocol.data_received */
 #define FAST_BUFFER 2 /* protocol.get_buffer and buffer_updated */
 #define FAST_DGRAM 3  /* protocol.datagram_received */
+#define FAST_SINK 4   /* large receives alone: get_buffer and buffer_updated of `_sink` */
 
 #define OPEN_STREAM 1   /* write() and zc_write() may queue */
 #define OPEN_DATAGRAM 2 /* zc_sendto() may */
@@ -129,7 +131,8 @@ struct fields { /* of a transport, behind the slots of asyncio's classes */
     unsigned char open; /* OPEN_*, or 0: the call has to ask Python */
     char closing;       /* close() or abort() was called */
     char paused, protocol_paused, started, buffered, eof, eof_seen;
-    char owns_fd; /* no socket object has it */
+    char owns_fd;        /* no socket object has it */
+    unsigned char large; /* how receives were of late, by size: see events.c */
 };
 
 struct fields *fields_of(PyObject *transport);
@@ -172,6 +175,7 @@ int operation_settle(PyObject *op, PyObject *held);
 
 /* ---- parts.c ---- */
 
+PyObject *parts_make(PyObject *data);
 size_t parts_bytes(PyObject *parts);
 azc_op *parts_queue(PyObject *parts, azc_conn *conn);
 azc_op *parts_queue_datagram(PyObject *parts, azc_conn *conn, PyObject *name, int segment);

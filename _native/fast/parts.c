@@ -94,13 +94,8 @@ static int lock_one(Parts *self, Py_ssize_t i, PyObject *o)
     return 0;
 }
 
-static PyObject *parts_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+static PyObject *make(PyTypeObject *type, PyObject *data)
 {
-    PyObject *data;
-    if (kwargs && PyDict_GET_SIZE(kwargs))
-        return PyErr_Format(PyExc_TypeError, "Parts() takes no keyword arguments");
-    if (!PyArg_ParseTuple(args, "O:Parts", &data))
-        return NULL;
     int many = PyList_CheckExact(data) || PyTuple_CheckExact(data);
     Py_ssize_t n = many ? PySequence_Fast_GET_SIZE(data) : 1;
     Parts *self = (Parts *)type->tp_alloc(type, n);
@@ -118,6 +113,19 @@ static PyObject *parts_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         }
     }
     return (PyObject *)self;
+}
+
+static PyObject *parts_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    PyObject *data;
+    if (kwargs && PyDict_GET_SIZE(kwargs))
+        return PyErr_Format(PyExc_TypeError, "Parts() takes no keyword arguments");
+    return PyArg_ParseTuple(args, "O:Parts", &data) ? make(type, data) : NULL;
+}
+
+PyObject *parts_make(PyObject *data)
+{
+    return make(parts_type, data);
 }
 
 static int parts_traverse(Parts *self, visitproc visit, void *arg)

@@ -89,6 +89,13 @@ static void dealloc(PyObject *self)
     Py_DECREF(type);
 }
 
+/* Is the protocol paused, and is the end of that asked for (base.py)? Then there is nothing to do
+ * about a queue that is over high water. */
+static int is_paused(const azc_conn *conn)
+{
+    return (conn->notify & AZC_NOTIFY_LOW) != 0;
+}
+
 /* write(data): what nearly every call is, bytes on an open transport, is queued here. */
 static PyObject *tr_write(PyObject *self, PyObject *data)
 {
@@ -111,6 +118,9 @@ static PyObject *tr_write(PyObject *self, PyObject *data)
         return no_memory_to_write();
     if (f->conn && hold(f->held, f->conn, data) < 0)
         return NULL;
+    if (rc > 0 && f->conn && !f->conn->error && f->conn->unsent > f->conn->high &&
+        is_paused(f->conn))
+        Py_RETURN_NONE;
     return call1(self, n__look, data);
 }
 
@@ -152,7 +162,7 @@ static PyObject *admit(struct fields *f, PyObject *op, azc_op *native)
  */
 static PyObject *review_queue(PyObject *self, struct fields *f, PyObject *op)
 {
-    if (op && f->conn && f->conn->unsent > f->conn->high) {
+    if (op && f->conn && f->conn->unsent > f->conn->high && !is_paused(f->conn)) {
         PyObject *rc = PyObject_CallMethodNoArgs(self, n__maybe_pause_protocol);
         if (!rc)
             Py_CLEAR(op);
@@ -167,9 +177,7 @@ static PyObject *tr_zc_write(PyObject *self, PyObject *data)
     struct fields *f = fields_of(self);
     if (f->open != OPEN_STREAM || f->closing || !f->conn)
         return call1(self, n__zc_write, data);
-    PyObject *parts = Py_IS_TYPE(data, parts_type)
-                          ? Py_NewRef(data)
-                          : PyObject_CallOneArg((PyObject *)parts_type, data);
+    PyObject *parts = Py_IS_TYPE(data, parts_type) ? Py_NewRef(data) : parts_make(data);
     if (!parts)
         return NULL;
     PyObject *op = prepare(self, operation_class, parts);
@@ -268,7 +276,7 @@ static PyObject *zc_sendto(PyObject *self, PyObject *const *args, Py_ssize_t n, 
         return op;
     }
     Py_INCREF(name);
-    PyObject *parts = PyObject_CallOneArg((PyObject *)parts_type, data);
+    PyObject *parts = parts_make(data);
     PyObject *op = parts ? queue_datagram(self, parts, name, 0) : NULL;
     Py_XDECREF(parts);
     Py_DECREF(name);
@@ -434,7 +442,7 @@ static PyObject *dg_sendto(PyObject *self, PyObject *const *args, Py_ssize_t n, 
                          PyBytes_AS_STRING(to), (size_t)PyBytes_GET_SIZE(to));
     if (rc < 0)
         return PyErr_Format(PyExc_MemoryError, "aiozc: no memory to queue a datagram");
-    if (rc)
+    if (rc && !is_paused(f->conn))
         return PyObject_CallMethodNoArgs(self, n__maybe_pause_protocol);
     Py_RETURN_NONE;
 }

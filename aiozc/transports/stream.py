@@ -6,7 +6,7 @@ Owns: what base.py does not: receiving, the byte queue, end of file, zero-copy o
 Receiving: data arrives as events, copied out of the reactor's buffers. While reading is paused, what had
 arrived already waits in `_held`, in order, with end of file (b"") and errors (OSError) in their place.
 `_fast` says that none of this applies, and the native turn calls the protocol itself: data_received (1), or
-get_buffer and buffer_updated (2).
+get_buffer and buffer_updated (2); 4: those of `_sink`, for what the native side receives itself.
 Sending: everything goes through the native queue, in call order. Small writes are copied into it, large
 ones are sent at once, and what the socket does not take is held by reference if nobody can change it
 (exact bytes, read-only views of bytes, aiozc.frozen), or copied.
@@ -90,6 +90,16 @@ class Sink:
             self.end()
         return view[n:]
 
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """With `buffer_updated`, for large receives, which come here without a copy: as a BufferedProtocol
+        has them, but that there may be no room."""
+        return self.target[self.filled :] if not self.waiter.done() else self.target[:0]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.filled += nbytes
+        if self.filled == len(self.target):
+            self.end()
+
     def end(self) -> None:
         if not self.waiter.done():
             self.waiter.set_result(None)
@@ -165,8 +175,10 @@ class StreamTransport(NativeTransport):
 
     def _review(self) -> None:
         """After any change of what receiving depends on."""
-        if self._paused or self._closing or self._held or self._sink:
+        if self._paused or self._closing or self._held:
             self._fast = 0
+        elif self._sink:
+            self._fast = 4
         else:
             self._fast = 2 if self._buffered else 1
 
