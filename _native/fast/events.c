@@ -307,7 +307,7 @@ static int received(struct batch *self, const azc_event *e)
                                   : deliver_buffer(owner, protocol, context, p, e->res, start);
         Py_DECREF(protocol);
         Py_DECREF(context);
-    } else if (e->res == 0 && f && f->fast && is_quiet(f->loop)) {
+    } else if (e->res == 0 && f && f->fast && f->fast != FAST_SINK && is_quiet(f->loop)) {
         rc = deliver_eof(owner, f);
     } else {
         PyObject *done = call_ints(owner, n__on_recv, e->res, (long)start);
