@@ -1,4 +1,5 @@
-"""Adds the native modules to what pyproject.toml declares, and to a wheel with liburing inside its licence.
+"""Adds the native modules to what pyproject.toml declares, README as a package index shows it, and to a wheel with
+liburing inside that one's licence.
 
 Called by setuptools only. AIOZC_NO_EXT=1 leaves the modules out: the Makefile installs the working tree that
 way, and builds them in place by `_native/build.py`; an sdist needs none of them, nor liburing.
@@ -14,7 +15,15 @@ from setuptools import Distribution, setup
 LICENCE = Path("licenses/liburing.txt")  # made here from the system's, never in the tree's history
 
 
-class WithLicence(Distribution):
+class Described(Distribution):
+    """README's links into the tree lead nowhere from an index."""
+
+    def parse_config_files(self, *args, **kwargs):
+        super().parse_config_files(*args, **kwargs)
+        self.metadata.long_description = runpy.run_path("scripts/index_readme.py")["readme"]()
+
+
+class WithLicence(Described):
     """pyproject.toml can only name files that are always there."""
 
     def parse_config_files(self, *args, **kwargs):
@@ -23,11 +32,11 @@ class WithLicence(Distribution):
 
 
 if os.environ.get("AIOZC_NO_EXT") == "1":
-    setup()
+    setup(distclass=Described)
 else:
     build = runpy.run_path("_native/build.py")
     # Anew each time: what the environment changes, liburing's place above all, changes no file's date.
-    told = {"options": {"build_ext": {"force": True}}}
+    told = {"distclass": Described, "options": {"build_ext": {"force": True}}}
     if build["static"]():
         LICENCE.parent.mkdir(exist_ok=True)
         shutil.copyfile(build["licence"](), LICENCE)
