@@ -276,7 +276,9 @@ int azc_linger(azc_reactor *r, int64_t limit_ns);
  * AZC_NOTIFY_ERROR with -ETIMEDOUT, as do its operations; closing it then sends RST. */
 void azc_conn_timeout(azc_conn *c, uint64_t ns);
 
-/* Sending. */
+/* Sending. azc_write's `by_reference`: nobody changes it; AZC_KEEP: and it may go zero-copy. */
+#define AZC_KEEP 1
+#define AZC_KEEP_COPIED 2
 int azc_write(azc_conn *c, const char *p, size_t n, int by_reference);
 int azc_sendto(azc_conn *c, const char *p, size_t n, const char *name, size_t namelen);
 azc_op *azc_submit(azc_conn *c, const azc_iov *parts, size_t n);

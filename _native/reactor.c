@@ -794,7 +794,7 @@ static int not_queued(struct conn *c, bool part_went)
 
 /* 0: done. 1: look at error, at ref_token (hold the buffer) and at unsent (above high). -ENOMEM:
  * nothing of it went or was queued. By copying where that is cheap, else sent at once, and what
- * remains by reference (`by_reference`: nobody changes it) or as a snapshot. */
+ * remains by reference (`by_reference`, AZC_KEEP*: nobody changes it) or as a snapshot. */
 int azc_write(azc_conn *pub, const char *p, size_t n, int by_reference)
 {
     struct conn *c = conn_of(pub);
@@ -804,7 +804,7 @@ int azc_write(azc_conn *pub, const char *p, size_t n, int by_reference)
     if (c->pub.error || c->closed)
         return 1; /* nothing is queued any more: asyncio's write() drops, too */
     bool small = n <= COPY_MAX && (!by_reference || pub->unsent < COPY_BACKLOG || n < 512);
-    bool zc = !small && by_reference && auto_zc(c, n);
+    bool zc = !small && by_reference == AZC_KEEP && auto_zc(c, n);
     if (!small && !zc && !c->q.auto_parts) {
         size_t sent = send_now(c, p, n);
         if (c->pub.error)

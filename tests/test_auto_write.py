@@ -50,6 +50,24 @@ def test_what_cannot_change_goes_zero_copy_and_the_rest_does_not(make, goes):
     run(main(), **FORCED)
 
 
+def test_what_only_the_call_refers_to_is_copied_if_it_is_small():
+    # Pinned, each would need new memory from the system: bench/workloads.py, asgi 1 MiB chunked.
+    async def main():
+        async with stalled(rcvbuf=None) as (peer, writer):
+            write = writer.transport.write
+            for size, goes in ((128 * KIB, False), (256 * KIB, True)):
+                write(b"".join([bytes([A]) * size]))
+                assert_stream(await peer.take(size), [(A, size)])
+                assert (stats().zc_requests > 0) is goes
+            before = stats().zc_requests
+            kept = [b"B" * 128 * KIB]
+            write(kept[0])
+            assert_stream(await peer.take(128 * KIB), [(B, 128 * KIB)])
+            assert stats().zc_requests > before
+
+    run(main(), **FORCED)
+
+
 def test_where_the_path_is_known_to_copy_nothing_is_tried():
     async def main():
         async with stalled(rcvbuf=None) as (peer, writer):

@@ -12,6 +12,10 @@
 
 #define COPY_NOW 65536  /* smaller ones are worth gathering */
 #define GIL_BYTES 16384 /* azc_write copies smaller writes; larger ones may be a system call */
+/* A smaller one that only the caller refers to is memory that his next one would use again, from
+ * the cache. Pinned, each needs new memory, and the heap grows and is trimmed: 32 page faults for
+ * 128 KiB. */
+#define ONCE_BYTES (256 << 10)
 
 static Py_ssize_t base_size;
 PyTypeObject *transport_type;
@@ -103,14 +107,14 @@ static PyObject *tr_write(PyObject *self, PyObject *data)
     if (f->open != OPEN_STREAM || !f->conn || !PyBytes_CheckExact(data))
         return call1(self, n__write, data);
     Py_ssize_t n = PyBytes_GET_SIZE(data);
-    int rc;
+    int rc, keep = Py_REFCNT(data) == 1 && n < ONCE_BYTES ? AZC_KEEP_COPIED : AZC_KEEP;
     if (n > GIL_BYTES) {
         azc_conn *conn = f->conn;
         Py_BEGIN_ALLOW_THREADS;
-        rc = api->write(conn, PyBytes_AS_STRING(data), (size_t)n, 1);
+        rc = api->write(conn, PyBytes_AS_STRING(data), (size_t)n, keep);
         Py_END_ALLOW_THREADS;
     } else {
-        rc = api->write(f->conn, PyBytes_AS_STRING(data), (size_t)n, 1);
+        rc = api->write(f->conn, PyBytes_AS_STRING(data), (size_t)n, keep);
     }
     if (!rc)
         Py_RETURN_NONE;
