@@ -1,5 +1,4 @@
-"""Adds the native modules to what pyproject.toml declares, README as a package index shows it, and to a wheel with
-liburing inside that one's licence.
+"""Adds to pyproject.toml the native modules, the licence of a liburing inside, and README as an index shows it.
 
 Called by setuptools only. AIOZC_NO_EXT=1 leaves the modules out: the Makefile installs the working tree that
 way, and builds them in place by `_native/build.py`; an sdist needs none of them, nor liburing.
