@@ -11,8 +11,8 @@ against the running Python.
     StreamReader._buffer, ._maybe_resume_transport
                                                 read_into takes what is buffered first
     `context` of _start_serving and others      passed from 3.15 on
-    Handle's and TimerHandle's slots, _run, cancel; format_helpers._format_callback_source
-                                                fast/handle.c makes and runs subclasses of them
+    Handle's and TimerHandle's slots, _run, cancel; _ThreadSafeHandle's _lock and _run (from 3.14 on);
+    format_helpers._format_callback_source      fast/handle.c makes and runs subclasses of them
 
 On the loop (loop.py overrides): _make_socket_transport, _make_ssl_transport, _make_datagram_transport,
 _start_serving, _stop_serving, _accept_connection2 (called), _sock_connect, _run_once, _process_events,

@@ -43,7 +43,12 @@ class _Dispatch(events.Handle):
         self._callback()  # type: ignore[attr-defined]
 
 
-_fast.bind_asyncio(events.Handle, events.TimerHandle, asyncio.BaseEventLoop)
+_fast.bind_asyncio(
+    events.Handle,
+    events.TimerHandle,
+    getattr(events, "_ThreadSafeHandle", None),  # from 3.14 on
+    asyncio.BaseEventLoop,
+)
 
 
 class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[misc]

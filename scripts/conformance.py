@@ -4,12 +4,14 @@
     python scripts/conformance.py --quick                  what .ci/run runs
     python scripts/conformance.py --suite uvloop --backend uring -k test_tcp
     python scripts/conformance.py --stock --json out.json  the same tests on stock asyncio beside ours
+    python scripts/conformance.py --backend epoll --against out.json   compared with stock's times of that run
     python scripts/conformance.py --load a.json b.json --markdown   the tables of docs/compatibility.md
 
 Exceptions, with their reasons, are in conformance_expected.toml. Status 0 says: nothing failed that is not
-in there, nothing in there passed, every suite was run, and (with --stock) no test took over twice its
-time on stock asyncio. A test that fails unexpectedly is run once more alone, and that is told. What children
-print, and the tracebacks, are in build/conformance/logs.
+in there, nothing in there passed, every suite was run, and (with --stock or --against) no test took over
+twice its time on stock asyncio: conforming/slow.py says how that is measured. A test that fails
+unexpectedly is run once more alone, and that is told. What children print, and the tracebacks, are in
+build/conformance/logs.
 """
 
 from __future__ import annotations
@@ -39,6 +41,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--backend", choices=["uring", "epoll", "both"], default="both")
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(suites.QUICK)}")
     parser.add_argument("--stock", action="store_true", help="also on stock asyncio, to compare")
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        default=[],
+        help="results of --stock --json: compare with the times there, stock is not run again",
+    )
     parser.add_argument("-k", metavar="REGEX", default="", help="only tests with such an id")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one test")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every result there")
@@ -134,8 +144,9 @@ def main() -> int:
         if args.stock:
             loops.insert(0, "stock")
         runs = [run_suite(suite, loop, args) for suite in found for loop in loops]
-        if args.stock:
-            slow.look(runs, found, args)
+        if args.stock or args.against:
+            earlier = [run for path in args.against for run in report.read(path)]
+            slow.look(runs, [*earlier, *runs], found, args)
         if args.json:
             report.write(runs, args.json)
     if args.markdown:

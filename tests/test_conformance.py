@@ -1,5 +1,6 @@
 """The conformance runner, on small suites of our own: what it counts, and that nothing fools it."""
 
+import argparse
 import sys
 import textwrap
 from pathlib import Path
@@ -9,8 +10,8 @@ import pytest
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from conforming import report  # noqa: E402
-from conforming.expected import Exception_, load  # noqa: E402
+from conforming import report, slow  # noqa: E402
+from conforming.expected import PYTHON, Exception_, load  # noqa: E402
 from conforming.run import Orders, Result, run_module  # noqa: E402
 from conforming.suites import Suite  # noqa: E402
 from conforming.summary import Run  # noqa: E402
@@ -47,6 +48,18 @@ LOOPS = """
             self.assertEqual(loop.zc_stats().backend, "BACKEND")
             loop.close()
         def test_without(self): pass
+"""
+
+
+SLOW = """
+    import os, time, unittest
+
+    STOCK = os.environ["CONFORMANCE_LOOP"] == "stock"
+
+    class Tests(unittest.TestCase):
+        def test_takes_longer_on_ours(self): time.sleep(0.1 if STOCK else 0.3)
+        def test_takes_as_long(self): time.sleep(0.2)
+        def test_is_short(self): time.sleep(0.0 if STOCK else 0.04)
 """
 
 
@@ -127,6 +140,26 @@ def test_only_a_run_in_which_nothing_is_unexpected_is_clean() -> None:
     assert not run(passed, Result("c", "passed", reason="known")).clean
     assert not run(passed, slow={"a": (1.0, 0.1)}).clean
     assert not run(passed, stale=["x.*"]).clean
+
+
+def test_over_twice_the_time_on_stock_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slow, "TURNS", 1)
+    suite = suite_of(tmp_path, SLOW)
+    log = tmp_path / "log"
+    base, ours = (
+        Run("ours", PYTHON, loop, run_module(Orders(suite, loop, 30.0), "test_it", log), 1.0)
+        for loop in ("stock", "epoll")
+    )
+    # In the run, the second was slow once: alone it is not, and that is what counts.
+    next(r for r in ours.results if r.id.endswith("as_long")).seconds = 9.0
+    slow.look([ours], [base, ours], [suite], argparse.Namespace(timeout=30.0))
+    assert list(ours.slow) == ["test_it.Tests.test_takes_longer_on_ours"]
+    again = Run("ours", PYTHON, "epoll", ours.results, 1.0)
+    another = Run("ours", "3.1", "stock", base.results, 1.0)
+    slow.look([again], [another], [suite], argparse.Namespace(timeout=30.0))
+    assert not again.slow, "another Python's times say nothing"
 
 
 def test_the_closing_line_counts_our_runs_only() -> None:

@@ -1005,7 +1005,7 @@ def test_handles_must_have_slots():
         _callback = _args = _context = _cancelled = None
 
     with pytest.raises(TypeError, match="slot"):
-        _fast.bind_asyncio(Handle, Handle, asyncio.BaseEventLoop)
+        _fast.bind_asyncio(Handle, Handle, None, asyncio.BaseEventLoop)
 
 
 # -- flow control --

@@ -86,7 +86,8 @@ def test_a_cancelled_handle_lets_its_callback_and_arguments_go(loop):
     class Thing:
         pass
 
-    for schedule in (loop.call_soon, lambda *args: loop.call_later(100, *args)):
+    later = functools.partial(loop.call_later, 100)
+    for schedule in (loop.call_soon, loop.call_soon_threadsafe, later):
         for n in (1, 2):
             things = [Thing() for _ in range(n)]
             gone = [weakref.ref(thing) for thing in things]
@@ -105,22 +106,96 @@ def test_a_cancelled_handle_keeps_its_repr_in_debug_mode(loop):
     assert "print" in repr(handle)
 
 
-def test_handles_can_be_referred_to_weakly_and_are_used_again(loop):
+@pytest.mark.skipif(not hasattr(events, "_ThreadSafeHandle"), reason="new in 3.14")
+def test_cancelling_in_another_thread_waits_for_a_callback_that_runs(loop):
+    # Fails when: the callback of call_soon_threadsafe() runs without its handle's lock.
+    begun, ended, seen = threading.Event(), threading.Event(), []
+
+    def callback(fails):
+        begun.set()
+        time.sleep(0.1)
+        ended.set()
+        if fails:
+            raise ZeroDivisionError
+
+    def other():
+        begun.wait()
+        handle.cancel()
+        seen.append(ended.is_set())
+
+    loop.set_exception_handler(lambda _, context: seen.append(type(context["exception"])))
+    for fails in (False, True):  # the lock is free again in both cases
+        begun.clear(), ended.clear()
+        thread = threading.Thread(target=other)
+        handle = loop.call_soon_threadsafe(callback, fails)
+        thread.start()
+        turns(loop, 2)
+        thread.join(10)
+        assert not thread.is_alive()
+        assert handle.cancelled()
+    assert sorted(map(str, seen)) == sorted(map(str, [True, True, ZeroDivisionError]))
+
+
+@pytest.mark.skipif(not hasattr(events, "_ThreadSafeHandle"), reason="new in 3.14")
+def test_a_callback_cancelled_while_its_lock_is_waited_for_does_not_run(loop):
+    # Fails when: it is not asked once more whether the handle is cancelled, with the lock held.
+    seen, locked = [], threading.Event()
+
+    def other():
+        with handle._lock:
+            locked.set()
+            time.sleep(0.1)  # meanwhile the loop waits for the lock
+            handle.cancel()
+
+    loop.set_exception_handler(lambda _, context: seen.append(context))  # None was called
+    handle = loop.call_soon_threadsafe(seen.append, 1)
+    thread = threading.Thread(target=other)
+    thread.start()
+    locked.wait()
+    turns(loop, 2)
+    thread.join(10)
+    assert seen == []
+
+
+@pytest.mark.skipif(not hasattr(events, "_ThreadSafeHandle"), reason="new in 3.14")
+def test_a_replaced_run_of_thread_safe_handles_is_called(loop, monkeypatch):
+    # Fails when: only Handle._run is looked at.
+    seen = []
+    original = events._ThreadSafeHandle._run
+
+    def traced(handle):
+        seen.append("traced")
+        original(handle)
+
+    loop.call_soon_threadsafe(seen.append, 1)
+    turns(loop)
+    monkeypatch.setattr(events._ThreadSafeHandle, "_run", traced)
+    loop.call_soon_threadsafe(seen.append, 2)
+    turns(loop)
+    monkeypatch.undo()
+    loop.call_soon_threadsafe(seen.append, 3)
+    turns(loop)
+    assert seen == [1, "traced", 2, 3]
+
+
+@pytest.mark.parametrize("name", ["call_soon", "call_soon_threadsafe"])
+def test_handles_can_be_referred_to_weakly_and_are_used_again(loop, name):
     # Fails when: a handle's memory is used again with its weak references in place.
+    schedule = getattr(loop, name)
     for _ in range(3):
-        handle = loop.call_soon(print)
+        handle = schedule(print)
         handle.cancel()
         ref = weakref.ref(handle)
         del handle
         turns(loop)
-        again = [loop.call_soon(print) for _ in range(8)]  # in the memory of the dead ones
+        again = [schedule(print) for _ in range(8)]  # in the memory of the dead ones
         assert ref() is None
         for handle in again:
             handle.cancel()
 
 
-@pytest.mark.parametrize("timer", [False, True])
-def test_a_cycle_through_a_handle_that_ran_is_collected(loop, timer):
+@pytest.mark.parametrize("name", ["call_soon", "call_soon_threadsafe", "call_later"])
+def test_a_cycle_through_a_handle_that_ran_is_collected(loop, name):
     # Fails when: the turn does not tell the collector of a handle that somebody still holds.
     class Owner:
         def ran(self):
@@ -128,7 +203,8 @@ def test_a_cycle_through_a_handle_that_ran_is_collected(loop, timer):
 
     async def main():
         owner = Owner()
-        owner.handle = loop.call_later(0, owner.ran) if timer else loop.call_soon(owner.ran)
+        delay = [0] if name == "call_later" else []
+        owner.handle = getattr(loop, name)(*delay, owner.ran)
         await asyncio.sleep(0.001)
         gone = weakref.ref(owner)
         del owner

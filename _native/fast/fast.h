@@ -89,6 +89,7 @@ extern const azc_api *api; /* the reactor's functions; set once by bind() */
     X(_transports)                                                                                 \
     X(_unclosed)                                                                                   \
     X(_view)                                                                                       \
+    X(acquire)                                                                                     \
     X(_write)
 #define DECLARE(name) extern PyObject *n_##name;
 NAMES(DECLARE)
@@ -96,6 +97,7 @@ NAMES(DECLARE)
 
 /* The exception that is set, normalized and with its traceback; nothing is set any more. */
 PyObject *take_exception(void);
+void restore_exception(PyObject *exception); /* takes the reference */
 /* Is SystemExit or KeyboardInterrupt set? Those end the run. */
 int must_leave(void);
 PyObject *call1(PyObject *self, PyObject *name, PyObject *arg);
@@ -204,8 +206,9 @@ PyObject *ready_pop(Ready *self); /* of one that is not empty */
 
 /* ---- handle.c ---- */
 
-/* asyncio's Handle and TimerHandle, and our subclasses of them. */
-extern PyTypeObject *handle_type, *timer_type, *our_handle, *our_timer;
+/* asyncio's Handle and TimerHandle, and our subclasses of them and of _ThreadSafeHandle (or NULL).
+ */
+extern PyTypeObject *handle_type, *timer_type, *our_handle, *our_timer, *our_safe;
 enum {
     HANDLE_CALLBACK,
     HANDLE_ARGS,
@@ -216,16 +219,17 @@ enum {
     HANDLE_CONTEXT,
     HANDLE_SLOTS
 };
-int handle_bind(PyObject *module, PyTypeObject *handle, PyTypeObject *timer);
+int handle_bind(PyObject *module, PyTypeObject *handle, PyTypeObject *timer, PyTypeObject *safe);
 extern Py_ssize_t handle_at[HANDLE_SLOTS], timer_due_at;
-/* Borrowed; of one of the four types. */
+/* Borrowed; of one of these types. */
 static inline PyObject *handle_slot(PyObject *handle, int slot)
 {
     return *(PyObject **)((char *)handle + handle_at[slot]);
 }
 static inline int handle_is_ours(PyObject *handle)
 {
-    return Py_IS_TYPE(handle, our_handle) || Py_IS_TYPE(handle, our_timer);
+    return Py_IS_TYPE(handle, our_handle) || Py_IS_TYPE(handle, our_timer) ||
+           Py_IS_TYPE(handle, our_safe);
 }
 /* Of a timer of ours: its deadline. */
 static inline double timer_due(PyObject *timer)
@@ -238,6 +242,8 @@ PyObject *handle_call(PyObject *handle);
 void handle_track(PyObject *handle);
 PyObject *handle_new(PyObject *loop, PyObject *context, PyObject *callback, PyObject *const *args,
                      Py_ssize_t n);
+PyObject *handle_new_safe(PyObject *loop, PyObject *context, PyObject *callback,
+                          PyObject *const *args, Py_ssize_t n);
 PyObject *timer_new(PyObject *loop, PyObject *context, PyObject *when, double due,
                     PyObject *callback, PyObject *const *args, Py_ssize_t n);
 void timer_set_scheduled(PyObject *timer, int is);

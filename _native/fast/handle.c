@@ -1,4 +1,5 @@
-/* handle.c - what call_soon and call_later answer: subclasses of asyncio's Handle and TimerHandle.
+/* handle.c - what call_soon, call_later and call_soon_threadsafe answer: subclasses of asyncio's
+ * Handle, TimerHandle and (from 3.14 on) _ThreadSafeHandle.
  *
  * Owns: the offsets of asyncio's slots, which are looked up once, and a short list of dead handles
  * that are used again. Everything that asyncio keeps in a handle lies in asyncio's own slots, so
@@ -20,35 +21,48 @@
 #define FREE_MAX 16384
 #endif
 
-PyTypeObject *handle_type, *timer_type, *our_handle, *our_timer;
-static PyObject *handle_run; /* Handle._run as it was at import: somebody may put another there */
+PyTypeObject *handle_type, *timer_type, *our_handle, *our_timer, *our_safe; /* NULL before 3.14 */
 static PyObject *asyncios_cancel[2];
-static unsigned int known_version;
+static PyObject *new_lock; /* threading.RLock */
+
+/* A `_run` as it was at import: somebody may put another there. */
+struct known {
+    PyTypeObject *type;
+    PyObject *run;
+    unsigned int version; /* of the type, when it was looked at last */
+};
+static struct known known_run[2]; /* Handle's and, where there is one, _ThreadSafeHandle's */
 
 enum { WHEN, SCHEDULED, TIMER_SLOTS };
 static const char *const slot_names[] = {"_callback",         "_args", "_cancelled", "_loop",
                                          "_source_traceback", "_repr", "_context"};
 static const char *const timer_names[] = {"_when", "_scheduled"};
 Py_ssize_t handle_at[HANDLE_SLOTS], timer_due_at;
-static Py_ssize_t timer_at[TIMER_SLOTS];
+static Py_ssize_t timer_at[TIMER_SLOTS], lock_at;
 
 struct more {      /* behind asyncio's slots */
     PyObject *arg; /* of a callback with one argument, as long as _args is empty */
     double due;
 };
-static Py_ssize_t more_at[2];
 
-static PyObject *free_list[2][FREE_MAX ? FREE_MAX : 1];
-static int n_free[2];
+enum kind { PLAIN, TIMER, SAFE, KINDS };
+static Py_ssize_t more_at[KINDS];
+static PyObject *free_list[KINDS][FREE_MAX ? FREE_MAX : 1];
+static int n_free[KINDS];
 
 static int is_timer(PyObject *h)
 {
     return Py_IS_TYPE(h, our_timer);
 }
 
+static enum kind kind_of(PyObject *h)
+{
+    return is_timer(h) ? TIMER : Py_IS_TYPE(h, our_handle) ? PLAIN : SAFE;
+}
+
 static struct more *more_of(PyObject *h)
 {
-    return (struct more *)((char *)h + more_at[is_timer(h)]);
+    return (struct more *)((char *)h + more_at[kind_of(h)]);
 }
 
 static PyObject **slot(PyObject *h, Py_ssize_t offset)
@@ -74,14 +88,14 @@ void handle_track(PyObject *h)
 
 /* ---- made ---- */
 
-static PyObject *blank(int timer)
+static PyObject *blank(enum kind kind)
 {
-    if (n_free[timer]) {
-        PyObject *h = free_list[timer][--n_free[timer]];
+    if (n_free[kind]) {
+        PyObject *h = free_list[kind][--n_free[kind]];
         _Py_NewReference(h);
         return h;
     }
-    PyTypeObject *type = timer ? our_timer : our_handle;
+    PyTypeObject *type = kind == TIMER ? our_timer : kind == SAFE ? our_safe : our_handle;
     PyObject *h = PyObject_GC_New(PyObject, type);
     if (h)
         memset((char *)h + sizeof(PyObject), 0, (size_t)type->tp_basicsize - sizeof(PyObject));
@@ -89,14 +103,14 @@ static PyObject *blank(int timer)
 }
 
 /* callback(*args) in `context`, or in a copy of the current one: a new handle, untracked. */
-static PyObject *made(int timer, PyObject *loop, PyObject *context, PyObject *callback,
+static PyObject *made(enum kind kind, PyObject *loop, PyObject *context, PyObject *callback,
                       PyObject *const *args, Py_ssize_t n)
 {
     PyObject *rest = NULL;
     if (n > 1 && !(rest = PyTuple_New(n)))
         return NULL;
     context = context && context != Py_None ? Py_NewRef(context) : PyContext_CopyCurrent();
-    PyObject *h = context ? blank(timer) : NULL;
+    PyObject *h = context ? blank(kind) : NULL;
     if (!h) {
         Py_XDECREF(rest);
         Py_XDECREF(context);
@@ -120,14 +134,30 @@ static PyObject *made(int timer, PyObject *loop, PyObject *context, PyObject *ca
 PyObject *handle_new(PyObject *loop, PyObject *context, PyObject *callback, PyObject *const *args,
                      Py_ssize_t n)
 {
-    return made(0, loop, context, callback, args, n);
+    return made(PLAIN, loop, context, callback, args, n);
+}
+
+/* One that may be cancelled in another thread: asyncio's cancel() waits there until a callback that
+ * runs has ended. Where asyncio has no such handle, an ordinary one. */
+PyObject *handle_new_safe(PyObject *loop, PyObject *context, PyObject *callback,
+                          PyObject *const *args, Py_ssize_t n)
+{
+    if (!our_safe)
+        return handle_new(loop, context, callback, args, n);
+    PyObject *lock = PyObject_CallNoArgs(new_lock);
+    PyObject *h = lock ? made(SAFE, loop, context, callback, args, n) : NULL;
+    if (h)
+        *slot(h, lock_at) = lock;
+    else
+        Py_XDECREF(lock);
+    return h;
 }
 
 /* `when`: what the caller gave, of which `due` is the value. */
 PyObject *timer_new(PyObject *loop, PyObject *context, PyObject *when, double due,
                     PyObject *callback, PyObject *const *args, Py_ssize_t n)
 {
-    PyObject *h = made(1, loop, context, callback, args, n);
+    PyObject *h = made(TIMER, loop, context, callback, args, n);
     if (!h)
         return NULL;
     *slot(h, timer_at[WHEN]) = Py_NewRef(when);
@@ -138,15 +168,19 @@ PyObject *timer_new(PyObject *loop, PyObject *context, PyObject *when, double du
 
 /* ---- run ---- */
 
-/* Is Handle._run asyncio's own? Then it need not be called by name. */
+/* Are Handle._run and _ThreadSafeHandle._run asyncio's own? Then they need not be called by name.
+ */
 int handle_run_is_known(void)
 {
-    if (known_version && handle_type->tp_version_tag == known_version)
-        return 1;
-    int is = PyDict_GetItemWithError(handle_type->tp_dict, n__run) == handle_run;
-    if (is)
-        known_version = handle_type->tp_version_tag;
-    return is;
+    for (int i = 0; i < 2; i++) {
+        struct known *k = &known_run[i];
+        if (!k->type || (k->version && k->type->tp_version_tag == k->version))
+            continue;
+        if (PyDict_GetItemWithError(k->type->tp_dict, n__run) != k->run)
+            return 0;
+        k->version = k->type->tp_version_tag;
+    }
+    return 1;
 }
 
 /* May handle_call run it? Its slots are what asyncio, or we, put there. */
@@ -160,7 +194,7 @@ int handle_is_plain(PyObject *h)
            (args ? PyTuple_CheckExact(args) : ours);
 }
 
-PyObject *handle_call(PyObject *h)
+static PyObject *call_in_context(PyObject *h)
 {
     PyObject *context = Py_NewRef(handle_slot(h, HANDLE_CONTEXT));
     PyObject *callback = Py_NewRef(handle_slot(h, HANDLE_CALLBACK));
@@ -182,6 +216,34 @@ PyObject *handle_call(PyObject *h)
     Py_XDECREF(only);
     Py_DECREF(context);
     return rc;
+}
+
+/* As _ThreadSafeHandle._run: it may have been cancelled before the lock was had. */
+static PyObject *call_locked(PyObject *h)
+{
+    PyObject *lock = Py_XNewRef(*slot(h, lock_at)), *rc = NULL;
+    PyObject *got = lock ? PyObject_CallMethodNoArgs(lock, n_acquire) : NULL;
+    if (!lock)
+        PyErr_SetString(PyExc_AttributeError, "_lock");
+    if (got) {
+        Py_DECREF(got);
+        int cancelled = handle_slot(h, HANDLE_CANCELLED) == Py_True;
+        rc = cancelled ? Py_NewRef(Py_None) : call_in_context(h);
+        PyObject *failed = rc ? NULL : take_exception();
+        PyObject *freed = PyObject_CallMethodNoArgs(lock, n_release);
+        if (!freed)
+            Py_CLEAR(rc);
+        if (failed) /* tells more than one of release() */
+            restore_exception(failed);
+        Py_XDECREF(freed);
+    }
+    Py_XDECREF(lock);
+    return rc;
+}
+
+PyObject *handle_call(PyObject *h)
+{
+    return our_safe && Py_IS_TYPE(h, our_safe) ? call_locked(h) : call_in_context(h);
 }
 
 /* ---- as asyncio knows it ---- */
@@ -264,6 +326,8 @@ static int traverse(PyObject *h, visitproc visit, void *arg)
         Py_VISIT(*slot(h, handle_at[i]));
     if (is_timer(h))
         Py_VISIT(*slot(h, timer_at[WHEN]));
+    if (kind_of(h) == SAFE)
+        Py_VISIT(*slot(h, lock_at));
     Py_VISIT(more_of(h)->arg);
     return 0;
 }
@@ -286,21 +350,23 @@ static void empty(PyObject *h)
         Py_CLEAR(*slot(h, timer_at[WHEN]));
         Py_CLEAR(*slot(h, timer_at[SCHEDULED]));
     }
+    if (kind_of(h) == SAFE)
+        Py_CLEAR(*slot(h, lock_at));
     Py_CLEAR(more_of(h)->arg);
 }
 
 static void dealloc(PyObject *h)
 {
     PyTypeObject *type = Py_TYPE(h);
-    int timer = is_timer(h);
+    enum kind kind = kind_of(h);
     PyObject_GC_UnTrack(h);
 #ifdef Py_TRASHCAN_BEGIN
     Py_TRASHCAN_BEGIN(h, dealloc);
 #endif
     PyObject_ClearWeakRefs(h);
     empty(h);
-    if (n_free[timer] < FREE_MAX) {
-        free_list[timer][n_free[timer]++] = h; /* with its reference to the type */
+    if (n_free[kind] < FREE_MAX) {
+        free_list[kind][n_free[kind]++] = h; /* with its reference to the type */
     } else {
         PyObject_GC_Del(h);
         Py_DECREF(type);
@@ -316,6 +382,11 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+/* _ThreadSafeHandle's own lock, and then call Handle's: they find what they need in the slots. */
+static PyMethodDef no_methods[] = {
+    {NULL, NULL, 0, NULL},
+};
+
 static PyGetSetDef handle_getset[] = {
     {"_args", get_args, set_args, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -327,12 +398,12 @@ static PyGetSetDef timer_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyTypeObject *derived(PyTypeObject *base, const char *name, PyGetSetDef *getset,
-                             Py_ssize_t *more_offset)
+static PyTypeObject *derived(PyTypeObject *base, const char *name, PyMethodDef *own,
+                             PyGetSetDef *getset, Py_ssize_t *more_offset)
 {
     PyType_Slot slots[] = {
         {Py_tp_traverse, traverse}, {Py_tp_clear, clear},   {Py_tp_dealloc, dealloc},
-        {Py_tp_methods, methods},   {Py_tp_getset, getset}, {0, NULL},
+        {Py_tp_methods, own},       {Py_tp_getset, getset}, {0, NULL},
     };
     size_t unit = _Alignof(struct more);
     size_t size = ((size_t)base->tp_basicsize + unit - 1) / unit * unit;
@@ -362,8 +433,40 @@ static int slot_offset(PyTypeObject *type, const char *name, Py_ssize_t *offset)
     return is ? 0 : -1;
 }
 
-/* Called once, at import. TimerHandle derives from Handle and has its slots where that has them. */
-int handle_bind(PyObject *module, PyTypeObject *type, PyTypeObject *timer)
+/* asyncio's own _run of the class. */
+static int learn_run(struct known *k, PyTypeObject *type)
+{
+    PyObject *run = PyDict_GetItemWithError(type->tp_dict, n__run);
+    if (!run) {
+        if (!PyErr_Occurred())
+            PyErr_Format(PyExc_TypeError, "asyncio's %s has no _run", type->tp_name);
+        return -1;
+    }
+    k->run = Py_NewRef(run);
+    k->type = (PyTypeObject *)Py_NewRef(type);
+    return 0;
+}
+
+static PyTypeObject *added(PyObject *module, PyTypeObject *type)
+{
+    return type && PyModule_AddType(module, type) == 0 ? type : NULL;
+}
+
+static int bind_safe(PyObject *module, PyTypeObject *type)
+{
+    PyObject *threading = PyImport_ImportModule("threading");
+    new_lock = threading ? PyObject_GetAttrString(threading, "RLock") : NULL;
+    Py_XDECREF(threading);
+    if (!new_lock || slot_offset(type, "_lock", &lock_at) < 0 || learn_run(&known_run[1], type) < 0)
+        return -1;
+    our_safe = added(module, derived(type, "aiozc._fast._ThreadSafeHandle", no_methods,
+                                     handle_getset, &more_at[SAFE]));
+    return our_safe ? 0 : -1;
+}
+
+/* Called once, at import; `safe` may be NULL. The others derive from Handle and have its slots
+ * where that has them. */
+int handle_bind(PyObject *module, PyTypeObject *type, PyTypeObject *timer, PyTypeObject *safe)
 {
     Py_ssize_t found[HANDLE_SLOTS], found_timer[TIMER_SLOTS];
     for (int i = 0; i < HANDLE_SLOTS; i++)
@@ -372,27 +475,22 @@ int handle_bind(PyObject *module, PyTypeObject *type, PyTypeObject *timer)
     for (int i = 0; i < TIMER_SLOTS; i++)
         if (slot_offset(timer, timer_names[i], &found_timer[i]) < 0)
             return -1;
-    PyObject *run = PyDict_GetItemWithError(type->tp_dict, n__run);
-    if (!run) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "asyncio's Handle has no _run");
+    if (learn_run(&known_run[0], type) < 0)
         return -1;
-    }
     asyncios_cancel[0] = PyObject_GetAttrString((PyObject *)type, "cancel");
     asyncios_cancel[1] = PyObject_GetAttrString((PyObject *)timer, "cancel");
     if (!asyncios_cancel[0] || !asyncios_cancel[1])
         return -1;
     memcpy(handle_at, found, sizeof handle_at);
     memcpy(timer_at, found_timer, sizeof timer_at);
-    our_handle = derived(type, "aiozc._fast.Handle", handle_getset, &more_at[0]);
-    our_timer = derived(timer, "aiozc._fast.TimerHandle", timer_getset, &more_at[1]);
-    if (!our_handle || !our_timer)
-        return -1;
-    timer_due_at = more_at[1] + (Py_ssize_t)offsetof(struct more, due);
-    handle_run = Py_NewRef(run);
     handle_type = (PyTypeObject *)Py_NewRef(type);
     timer_type = (PyTypeObject *)Py_NewRef(timer);
-    if (PyModule_AddType(module, our_handle) < 0 || PyModule_AddType(module, our_timer) < 0)
+    our_handle =
+        added(module, derived(type, "aiozc._fast.Handle", methods, handle_getset, &more_at[PLAIN]));
+    our_timer = added(
+        module, derived(timer, "aiozc._fast.TimerHandle", methods, timer_getset, &more_at[TIMER]));
+    if (!our_handle || !our_timer)
         return -1;
-    return 0;
+    timer_due_at = more_at[TIMER] + (Py_ssize_t)offsetof(struct more, due);
+    return safe ? bind_safe(module, safe) : 0;
 }

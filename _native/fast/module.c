@@ -30,6 +30,15 @@ PyObject *take_exception(void)
 #endif
 }
 
+void restore_exception(PyObject *exception)
+{
+#if PY_VERSION_HEX >= 0x030c0000
+    PyErr_SetRaisedException(exception);
+#else
+    PyErr_Restore(Py_NewRef(Py_TYPE(exception)), exception, PyException_GetTraceback(exception));
+#endif
+}
+
 int must_leave(void)
 {
     return PyErr_ExceptionMatches(PyExc_SystemExit) ||
@@ -84,7 +93,8 @@ static PyMethodDef functions[] = {
      "The address of azc_api, buffers.Frozen, buffers.refuse, aiozc.Operation. Called once, at "
      "import."},
     {"bind_asyncio", bind_asyncio, METH_VARARGS,
-     "asyncio's Handle, TimerHandle and BaseEventLoop. Called once, at import."},
+     "asyncio's Handle, TimerHandle, _ThreadSafeHandle (or None) and BaseEventLoop. Called once, "
+     "at import."},
     {"check_by", check_by, METH_O,
      "checked.Checked: some loop compares the memory of its operations at the release."},
     {"transport_base", transport_base, METH_O,

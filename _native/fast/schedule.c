@@ -21,11 +21,12 @@ static PyObject *asyncios[METHODS];
 
 PyObject *bind_asyncio(PyObject *module, PyObject *args)
 {
-    PyObject *handle, *timer, *loop;
-    if (!PyArg_ParseTuple(args, "O!O!O:bind_asyncio", &PyType_Type, &handle, &PyType_Type, &timer,
-                          &loop))
+    PyObject *handle, *timer, *safe, *loop;
+    if (!PyArg_ParseTuple(args, "O!O!OO:bind_asyncio", &PyType_Type, &handle, &PyType_Type, &timer,
+                          &safe, &loop))
         return NULL;
-    if (handle_bind(module, (PyTypeObject *)handle, (PyTypeObject *)timer) < 0)
+    if (handle_bind(module, (PyTypeObject *)handle, (PyTypeObject *)timer,
+                    PyType_Check(safe) ? (PyTypeObject *)safe : NULL) < 0)
         return NULL;
     for (int i = 0; i < METHODS; i++)
         if (!(asyncios[i] = PyObject_GetAttrString(loop, method_names[i])))
@@ -76,9 +77,9 @@ static int plain(struct scheduler *s, PyObject *const *args, Py_ssize_t n, Py_ss
     return 1;
 }
 
-static PyObject *soon(struct scheduler *s, PyObject *context, PyObject *const *args, Py_ssize_t n)
+/* The new handle is in the queue, and a reference to it the caller's. */
+static PyObject *queued(struct scheduler *s, PyObject *handle)
 {
-    PyObject *handle = handle_new((PyObject *)s, context, args[0], args + 1, n - 1);
     if (!handle)
         return NULL;
     if (!s->running)
@@ -96,7 +97,7 @@ static PyObject *call_soon(struct scheduler *s, PyObject *const *args, Py_ssize_
     PyObject *context;
     if (!plain(s, args, n, 1, names, &context))
         return by_asyncio(CALL_SOON, s, args, n, names);
-    return soon(s, context, args, n);
+    return queued(s, handle_new((PyObject *)s, context, args[0], args + 1, n - 1));
 }
 
 /* ---- waking ----
@@ -158,7 +159,7 @@ static PyObject *call_soon_threadsafe(struct scheduler *s, PyObject *const *args
     PyObject *context;
     if (!plain(s, args, n, 1, names, &context))
         return by_asyncio(CALL_SOON_THREADSAFE, s, args, n, names);
-    PyObject *handle = soon(s, context, args, n);
+    PyObject *handle = queued(s, handle_new_safe((PyObject *)s, context, args[0], args + 1, n - 1));
     if (handle && !s->woken && wake(s) < 0)
         Py_CLEAR(handle);
     return handle;

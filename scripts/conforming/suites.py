@@ -6,6 +6,7 @@ Called by conformance.py. Writes only below build/conformance.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import os
 import subprocess
@@ -66,15 +67,17 @@ def uvloop() -> Suite:
     if lacking:
         raise Missing(f"uvloop's tests need {', '.join(lacking)}: pip install '.[conformance]'")
     tree = BUILD / f"uvloop-{UVLOOP}"
-    if not tree.exists():
-        _fetch(tree)
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "fetching").open("w") as lock:  # runs side by side fetch it once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not tree.exists():
+            _fetch(tree)
     tests = tree / "tests"
     return Suite("uvloop", "", modules_in(tests), (STANDIN, tests), tree / "uvloop")
 
 
 def _fetch(tree: Path) -> None:
     """The sdist, unpacked: it appears only once it is whole."""
-    BUILD.mkdir(parents=True, exist_ok=True)
     sdist = BUILD / f"uvloop-{UVLOOP}.tar.gz"
     if not sdist.exists():
         command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
