@@ -155,8 +155,9 @@ faults: $(ASAN)/.native
 
 $(ASAN)/.native: $(NATIVE) $(PACKAGE) $(ASAN_DEPS)
 	rm -rf build/asan
-	mkdir -p build/asan
+	mkdir -p build/asan/scripts
 	cp -r aiozc _native setup.py pyproject.toml MANIFEST.in README.md LICENSE build/asan/
+	cp scripts/index_readme.py build/asan/scripts/ # setup.py asks it
 	rm -f build/asan/aiozc/_reactor_c* build/asan/aiozc/_fast*.so
 	AIOZC_SANITIZE=address,undefined AIOZC_FAULTS=1 $(ASAN_PY) -m pip install -q --no-build-isolation --no-deps \
 		--force-reinstall ./build/asan
