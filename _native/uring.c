@@ -1035,7 +1035,8 @@ static bool uring_idle(struct azc_reactor *r)
 }
 
 /* On a loop that is not ours: what a turn itself completes is not to wake that loop once more. The
- * kernel says that work came before it looks whether to signal, so what came in between is seen. */
+ * kernel says that work came before it looks whether to signal, so what came in between is seen.
+ * Nothing else would tell of a request that the kernel did not take. */
 static int uring_wait(struct azc_reactor *r, int64_t timeout_ns)
 {
     struct uring *u = uring_of(r);
@@ -1045,7 +1046,8 @@ static int uring_wait(struct azc_reactor *r, int64_t timeout_ns)
     int rc = turn(r, timeout_ns);
     io_uring_cq_eventfd_toggle(&u->ring, true);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    if (io_uring_cq_ready(&u->ring) || sq_flags(u) & (IORING_SQ_TASKRUN | IORING_SQ_CQ_OVERFLOW))
+    if (io_uring_cq_ready(&u->ring) || io_uring_sq_ready(&u->ring) ||
+        sq_flags(u) & (IORING_SQ_TASKRUN | IORING_SQ_CQ_OVERFLOW))
         (void)eventfd_write(u->evfd, 1);
     return rc;
 }

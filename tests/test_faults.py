@@ -339,6 +339,28 @@ def test_what_a_full_queue_did_not_take_is_asked_for_again(run) -> None:
 
 @pytest.mark.faults
 @needs_uring
+def test_what_the_ring_did_not_take_goes_on_a_loop_that_is_not_ours() -> None:
+    # Fails when: a turn of an attached reactor ends with a request in the submission queue, and nothing
+    # brings the next one.
+    async def main() -> None:
+        aiozc.zc_attach(backend="uring", adaptive=False, zc_threshold=0)
+        _, writer, peer = await open_stream()
+        await aiozc.zc_send(writer, b"first")
+        reactor = attach._find(asyncio.get_running_loop()).reactor
+        reactor.fault("short_submit", 1)
+        op = aiozc.zc_submit(writer, b"second")
+        await asyncio.sleep(0.1)
+        reactor.fault("short_submit", 0)
+        await asyncio.wait_for(op.sent, 5)
+        assert peer.recv(100) == b"firstsecond"
+        writer.close()
+        peer.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.faults
+@needs_uring
 @pytest.mark.parametrize("wait", ["write_eof", "drain", "close"])
 def test_the_end_of_a_small_send_is_told_though_the_queue_took_it_late(wait) -> None:
     # Fails when: the loop sleeps with a quiet request (uring.c) that the kernel had not taken when somebody
