@@ -15,6 +15,7 @@ import warnings
 import pytest
 
 import aiozc
+from aiozc.transports.stream import StreamTransport
 
 BACKENDS = ["uring", "epoll"]
 FAMILIES = ["127.0.0.1", "::1", "unix", "abstract", "0.0.0.0"]
@@ -162,6 +163,62 @@ def test_a_connection_leaves_no_descriptor_behind(backend, asked, how):
         await ended(server)
 
     run(main(), backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_file_is_sent_on_an_accepted_connection_in_debug_mode(backend, tmp_path):
+    # Fails when: the socket object does not know that it is non-blocking, which asyncio looks at then.
+    async def main():
+        asyncio.get_running_loop().set_debug(True)
+        made: list[Recorder] = []
+
+        def factory():
+            made.append(Recorder())
+            return made[-1]
+
+        server, connect = await serve(factory)
+        peer = connect()
+        await until(lambda: made and made[0].calls)
+        (tmp_path / "file").write_bytes(b"x" * 10_000)
+        with (tmp_path / "file").open("rb") as file:
+            await asyncio.get_running_loop().sendfile(made[0].transport, file, fallback=False)
+        assert peer.recv(10_000, socket.MSG_WAITALL) == b"x" * 10_000
+        peer.close()
+        await made[0].lost
+        await ended(server)
+
+    run(main(), backend=backend)
+
+
+def test_two_who_ask_for_the_socket_at_once_get_the_same(monkeypatch):
+    # As threads do: the second one asks while the first one's object is made.
+    own_socket = StreamTransport._own_socket
+    inner = []
+
+    def asked_meanwhile(self):
+        monkeypatch.undo()
+        inner.append(self._sock)
+        return own_socket(self)
+
+    async def main():
+        made: list[Recorder] = []
+
+        def factory():
+            made.append(Recorder())
+            return made[-1]
+
+        server, connect = await serve(factory)
+        peer = connect()
+        await until(lambda: made and made[0].calls)
+        transport = made[0].transport
+        monkeypatch.setattr(StreamTransport, "_own_socket", asked_meanwhile)
+        assert transport._sock is inner[0]
+        assert inner[0].fileno() == transport._sock_fd
+        peer.close()
+        await made[0].lost
+        await ended(server)
+
+    run(main())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -491,8 +491,16 @@ static PyObject *get_sock(PyObject *self, void *closure)
         PyObject *sock = PyObject_CallMethodNoArgs(self, n__own_socket);
         if (!sock)
             return NULL;
+        if (!f->owns_fd) { /* another thread asked meanwhile, or it was closed */
+            PyObject *rc = PyObject_CallMethodNoArgs(sock, n_detach);
+            Py_DECREF(sock);
+            if (!rc)
+                return NULL;
+            Py_DECREF(rc);
+            return Py_NewRef(f->sock ? f->sock : Py_None);
+        }
         f->owns_fd = 0;
-        Py_XSETREF(f->sock, sock);
+        f->sock = sock;
     }
     return Py_NewRef(f->sock ? f->sock : Py_None);
 }

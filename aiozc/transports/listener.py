@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _fast, hooks
 from .._reactor_c import lib
+from .base import non_blocking
 from .stream import StreamTransport
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Listener(_fast.Acceptor):
         self._timer = self._loop.call_later(hooks.constants.ACCEPT_RETRY_DELAY, self.start)
 
     def _accepted(self, fd: int, context: contextvars.Context) -> None:
-        sock = socket.socket(*self._made_of, fileno=fd)
+        sock = non_blocking(*self._made_of, fileno=fd)
         try:
             extra = {"peername": sock.getpeername()}
         except OSError:  # gone again: its transport will say so
