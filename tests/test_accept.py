@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import errno
 import gc
@@ -15,6 +16,7 @@ import warnings
 import pytest
 
 import aiozc
+from aiozc.transports import listener as listeners
 from aiozc.transports.stream import StreamTransport
 
 BACKENDS = ["uring", "epoll"]
@@ -123,6 +125,38 @@ def test_addresses_and_socket_are_told_whenever_they_are_asked_for(backend, wher
         assert transport.get_extra_info("socket") is sock
         peer.close()
         await made[0].lost
+        await ended(server)
+
+    run(main(), backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_family_whose_addresses_are_not_read_natively_is_left_to_asyncio(backend, monkeypatch):
+    # Fails when: the addresses of an AF_VSOCK connection are told as None.
+    async def main():
+        made: list[Recorder] = []
+
+        def factory():
+            made.append(Recorder())
+            return made[-1]
+
+        with contextlib.suppress(OSError), socket.socket(socket.AF_VSOCK) as sock:
+            sock.bind((socket.VMADDR_CID_ANY, socket.VMADDR_PORT_ANY))
+            server = await asyncio.get_running_loop().create_server(factory, sock=sock)
+            (listener,) = asyncio.get_running_loop()._reactor.listeners.values()
+            assert listener._transport is None
+            await ended(server)
+        # Nobody may be there to connect to that, so the rest is of another family.
+        monkeypatch.setattr(listeners, "NAMED", ())
+        server, connect = await serve(factory)
+        peer = connect()
+        await until(lambda: made and made[0].calls)
+        assert made[0].transport.get_extra_info("peername") == peer.getsockname()
+        assert made[0].transport.get_extra_info("sockname") == peer.getpeername()
+        peer.sendall(b"data")
+        peer.close()
+        await made[0].lost
+        assert made[0].calls == ["made", "data", "eof", "lost"]
         await ended(server)
 
     run(main(), backend=backend)
