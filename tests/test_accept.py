@@ -224,6 +224,34 @@ def test_a_file_is_sent_on_an_accepted_connection_in_debug_mode(backend, tmp_pat
     run(main(), backend=backend)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_connection_that_ends_while_a_file_is_sent_is_not_listed_any_more(backend, tmp_path):
+    async def main():
+        loop = asyncio.get_running_loop()
+        made: list[Recorder] = []
+
+        def factory():
+            made.append(Recorder())
+            return made[-1]
+
+        server, connect = await serve(factory)
+        peer = connect()
+        await until(lambda: made and made[0].calls)
+        with (tmp_path / "file").open("wb+") as file:
+            file.truncate(50 << 20)
+            sending = asyncio.ensure_future(loop.sendfile(made[0].transport, file, fallback=False))
+            await asyncio.sleep(0.05)
+            made[0].transport.abort()
+            await made[0].lost
+            sending.cancel()
+            await asyncio.wait([sending])
+        assert made[0].transport not in loop._transports.values()
+        peer.close()
+        await ended(server)
+
+    run(main(), backend=backend)
+
+
 def test_two_who_ask_for_the_socket_at_once_get_the_same(monkeypatch):
     # As threads do: the second one asks while the first one's object is made.
     own_socket = StreamTransport._own_socket
