@@ -511,7 +511,9 @@ void azc_conn_direct(azc_conn *pub, int on)
 int azc_recv(azc_conn *pub, char *p, size_t n)
 {
     struct conn *c = conn_of(pub);
-    if (!c->want_recv || c->eof || c->closed)
+    /* An AZC_EV_READABLE of before azc_conn_direct(c, 0) may be late: by now an event behind it may
+     * have what comes first. */
+    if (!c->announce || !c->want_recv || c->eof || c->closed)
         return -EAGAIN;
     ssize_t rc = recv(pub->fd, p, n, MSG_DONTWAIT);
     if (rc > 0) {

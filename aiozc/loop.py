@@ -235,6 +235,15 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
         self._ensure_fd_no_transport(sock)  # type: ignore[attr-defined]
         return DatagramTransport(self, sock, protocol, address, waiter, extra)
 
+    async def _sendfile_native(self, transp: Any, file: Any, offset: int, count: Any) -> Any:
+        """asyncio lists the transport again afterwards, also one that has ended meanwhile."""
+        try:
+            return await super()._sendfile_native(transp, file, offset, count)  # type: ignore[misc]
+        finally:
+            fd = transp._sock_fd
+            if not transp._has_socket and self._transports.get(fd) is transp:
+                del self._transports[fd]
+
     # -- serving --
 
     async def create_server(

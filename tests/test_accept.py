@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import errno
 import gc
@@ -15,6 +16,8 @@ import warnings
 import pytest
 
 import aiozc
+from aiozc.transports import listener as listeners
+from aiozc.transports.stream import StreamTransport
 
 BACKENDS = ["uring", "epoll"]
 FAMILIES = ["127.0.0.1", "::1", "unix", "abstract", "0.0.0.0"]
@@ -128,6 +131,38 @@ def test_addresses_and_socket_are_told_whenever_they_are_asked_for(backend, wher
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_family_whose_addresses_are_not_read_natively_is_left_to_asyncio(backend, monkeypatch):
+    # Fails when: the addresses of an AF_VSOCK connection are told as None.
+    async def main():
+        made: list[Recorder] = []
+
+        def factory():
+            made.append(Recorder())
+            return made[-1]
+
+        with contextlib.suppress(OSError), socket.socket(socket.AF_VSOCK) as sock:
+            sock.bind((socket.VMADDR_CID_ANY, socket.VMADDR_PORT_ANY))
+            server = await asyncio.get_running_loop().create_server(factory, sock=sock)
+            (listener,) = asyncio.get_running_loop()._reactor.listeners.values()
+            assert listener._transport is None
+            await ended(server)
+        # Nobody may be there to connect to that, so the rest is of another family.
+        monkeypatch.setattr(listeners, "NAMED", ())
+        server, connect = await serve(factory)
+        peer = connect()
+        await until(lambda: made and made[0].calls)
+        assert made[0].transport.get_extra_info("peername") == peer.getsockname()
+        assert made[0].transport.get_extra_info("sockname") == peer.getpeername()
+        peer.sendall(b"data")
+        peer.close()
+        await made[0].lost
+        assert made[0].calls == ["made", "data", "eof", "lost"]
+        await ended(server)
+
+    run(main(), backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("how", ["close", "abort", "peer"])
 def test_a_connection_leaves_no_descriptor_behind(backend, asked, how):
@@ -162,6 +197,90 @@ def test_a_connection_leaves_no_descriptor_behind(backend, asked, how):
         await ended(server)
 
     run(main(), backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_file_is_sent_on_an_accepted_connection_in_debug_mode(backend, tmp_path):
+    # Fails when: the socket object does not know that it is non-blocking, which asyncio looks at then.
+    async def main():
+        asyncio.get_running_loop().set_debug(True)
+        made: list[Recorder] = []
+
+        def factory():
+            made.append(Recorder())
+            return made[-1]
+
+        server, connect = await serve(factory)
+        peer = connect()
+        await until(lambda: made and made[0].calls)
+        (tmp_path / "file").write_bytes(b"x" * 10_000)
+        with (tmp_path / "file").open("rb") as file:
+            await asyncio.get_running_loop().sendfile(made[0].transport, file, fallback=False)
+        assert peer.recv(10_000, socket.MSG_WAITALL) == b"x" * 10_000
+        peer.close()
+        await made[0].lost
+        await ended(server)
+
+    run(main(), backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_connection_that_ends_while_a_file_is_sent_is_not_listed_any_more(backend, tmp_path):
+    async def main():
+        loop = asyncio.get_running_loop()
+        made: list[Recorder] = []
+
+        def factory():
+            made.append(Recorder())
+            return made[-1]
+
+        server, connect = await serve(factory)
+        peer = connect()
+        await until(lambda: made and made[0].calls)
+        with (tmp_path / "file").open("wb+") as file:
+            file.truncate(50 << 20)
+            sending = asyncio.ensure_future(loop.sendfile(made[0].transport, file, fallback=False))
+            await asyncio.sleep(0.05)
+            made[0].transport.abort()
+            await made[0].lost
+            sending.cancel()
+            await asyncio.wait([sending])
+        assert made[0].transport not in loop._transports.values()
+        peer.close()
+        await ended(server)
+
+    run(main(), backend=backend)
+
+
+def test_two_who_ask_for_the_socket_at_once_get_the_same(monkeypatch):
+    # As threads do: the second one asks while the first one's object is made.
+    own_socket = StreamTransport._own_socket
+    inner = []
+
+    def asked_meanwhile(self):
+        monkeypatch.undo()
+        inner.append(self._sock)
+        return own_socket(self)
+
+    async def main():
+        made: list[Recorder] = []
+
+        def factory():
+            made.append(Recorder())
+            return made[-1]
+
+        server, connect = await serve(factory)
+        peer = connect()
+        await until(lambda: made and made[0].calls)
+        transport = made[0].transport
+        monkeypatch.setattr(StreamTransport, "_own_socket", asked_meanwhile)
+        assert transport._sock is inner[0]
+        assert inner[0].fileno() == transport._sock_fd
+        peer.close()
+        await made[0].lost
+        await ended(server)
+
+    run(main())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

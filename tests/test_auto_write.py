@@ -64,6 +64,13 @@ def test_what_only_the_call_refers_to_is_copied_if_it_is_small():
             write(kept[0])
             assert_stream(await peer.take(128 * KIB), [(B, 128 * KIB)])
             assert stats().zc_requests > before
+            before = stats().zc_requests
+            blob = b"".join(
+                [bytes([A]) * 128 * KIB]
+            )  # a variable's alone: from 3.14 on it counts as one
+            write(blob)
+            assert_stream(await peer.take(128 * KIB), [(A, 128 * KIB)])
+            assert stats().zc_requests > before
 
     run(main(), **FORCED)
 

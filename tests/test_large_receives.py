@@ -140,6 +140,44 @@ def test_messages_of_all_sizes_stay_in_order(run, family):
     run(main())
 
 
+def test_what_was_announced_twice_is_not_received_out_of_turn(backend):
+    """A large write enters the kernel in the middle of a turn, and what waits is announced once more. The
+    second announcement finds the mode left, and an event behind it has what came first."""
+
+    class Then(Recorder):
+        then = None
+
+        def data_received(self, data) -> None:
+            super().data_received(data)
+            if self.then is not None:
+                then, self.then = self.then, None
+                then()
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        transport, protocol, peer = await made_direct(Then)
+        small = [pattern(i, 100) for i in range(6)]
+        await one_by_one(peer, protocol, small[:3])  # one more ends the mode
+
+        def announced() -> None:
+            peer.send(small[3])
+            loop.call_soon(transport.write, bytes(300_000))
+
+        def ended() -> None:
+            peer.send(small[4])
+            loop.call_soon(peer.send, small[5])
+
+        protocol.then = ended
+        loop.call_soon(announced)
+        have = PIECES * LARGE
+        await eventually(lambda: len(protocol.data) == have + 600, 10, "all data")
+        assert_same_stream(small, bytes(protocol.data[have:]))
+        transport.abort()
+        peer.close()
+
+    aiozc.run(main(), backend=backend, zc_write="always", zc_threshold=0, adaptive=False)
+
+
 @pytest.mark.parametrize("factory", [Recorder, Buffered])
 def test_nothing_comes_while_reading_is_paused(run, family, factory):
     async def main():

@@ -74,6 +74,7 @@ extern const azc_api *api; /* the reactor's functions; set once by bind() */
     X(conns)                                                                                       \
     X(call_soon)                                                                                   \
     X(close)                                                                                       \
+    X(detach)                                                                                      \
     X(connection_made)                                                                             \
     X(connection_lost)                                                                             \
     X(eof_received)                                                                                \

@@ -100,6 +100,16 @@ static int is_paused(const azc_conn *conn)
     return (conn->notify & AZC_NOTIFY_LOW) != 0;
 }
 
+/* From 3.14 on a local variable may be all that refers to what its function calls us with. */
+static int only_the_call_has(PyObject *data)
+{
+#if PY_VERSION_HEX >= 0x030E0000
+    return PyUnstable_Object_IsUniqueReferencedTemporary(data);
+#else
+    return Py_REFCNT(data) == 1;
+#endif
+}
+
 /* write(data): what nearly every call is, bytes on an open transport, is queued here. */
 static PyObject *tr_write(PyObject *self, PyObject *data)
 {
@@ -107,7 +117,9 @@ static PyObject *tr_write(PyObject *self, PyObject *data)
     if (f->open != OPEN_STREAM || !f->conn || !PyBytes_CheckExact(data))
         return call1(self, n__write, data);
     Py_ssize_t n = PyBytes_GET_SIZE(data);
-    int rc, keep = Py_REFCNT(data) == 1 && n < ONCE_BYTES ? AZC_KEEP_COPIED : AZC_KEEP;
+    int rc, keep = AZC_KEEP;
+    if (n < ONCE_BYTES && only_the_call_has(data))
+        keep = AZC_KEEP_COPIED;
     if (n > GIL_BYTES) {
         azc_conn *conn = f->conn;
         Py_BEGIN_ALLOW_THREADS;
@@ -491,8 +503,16 @@ static PyObject *get_sock(PyObject *self, void *closure)
         PyObject *sock = PyObject_CallMethodNoArgs(self, n__own_socket);
         if (!sock)
             return NULL;
+        if (!f->owns_fd) { /* another thread asked meanwhile, or it was closed */
+            PyObject *rc = PyObject_CallMethodNoArgs(sock, n_detach);
+            Py_DECREF(sock);
+            if (!rc)
+                return NULL;
+            Py_DECREF(rc);
+            return Py_NewRef(f->sock ? f->sock : Py_None);
+        }
         f->owns_fd = 0;
-        Py_XSETREF(f->sock, sock);
+        f->sock = sock;
     }
     return Py_NewRef(f->sock ? f->sock : Py_None);
 }

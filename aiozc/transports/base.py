@@ -47,6 +47,13 @@ def linger_0(fd: int) -> None:
         sock.detach()
 
 
+def non_blocking(family: int, kind: int, proto: int, fileno: int) -> socket.socket:
+    """For an accepted descriptor, which is non-blocking: the object is to know that, for asyncio asks it."""
+    sock = socket.socket(family, kind, proto, fileno)
+    sock.setblocking(False)
+    return sock
+
+
 def _name(ask: Callable[[], Any]) -> Any:
     try:
         return ask()
@@ -133,7 +140,7 @@ class NativeTransport(_fast.transport_base((hooks.FlowControlMixin, asyncio.Tran
         return ffi.cast("azc_conn *", at) if at else _Gone()
 
     def _own_socket(self) -> socket.socket:
-        return socket.socket(*self._made_of, fileno=self._sock_fd)
+        return non_blocking(*self._made_of, fileno=self._sock_fd)
 
     @property
     def _extra(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A listening socket: accepted descriptors become transports, natively (fast/accept.c); those of TLS by
-asyncio's own `_accept_connection2`, which waits for the handshake.
+asyncio's own `_accept_connection2`, which waits for the handshake, and those of families whose addresses only
+the socket module knows (AF_VSOCK).
 
 Owns: the native accept of one socket. Made by loop.py's `_start_serving`; closed by `_stop_serving`, before
 the socket is, so that it can be bound again at once.
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _fast, hooks
 from .._reactor_c import lib
+from .base import non_blocking
 from .stream import StreamTransport
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 _NO_RESOURCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
+NAMED = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)  # address_of reads their addresses
 _TRANSPARENT = {socket.AF_INET: (socket.SOL_IP, 19), socket.AF_INET6: (socket.IPPROTO_IPV6, 75)}
 
 
@@ -58,7 +61,8 @@ class Listener(_fast.Acceptor):
         self._sock = sock
         self._args = args  # sslcontext, server, backlog, ssl timeouts: as asyncio passes them
         sslcontext, self._server, *_ = args
-        self._transport = StreamTransport if sslcontext is None else None
+        named = sslcontext is None and sock.family in NAMED
+        self._transport = StreamTransport if named else None
         self._family = int(sock.family)
         self._made_of = (self._family, int(sock.type), sock.proto)
         self._timer: Any = None
@@ -107,7 +111,7 @@ class Listener(_fast.Acceptor):
         self._timer = self._loop.call_later(hooks.constants.ACCEPT_RETRY_DELAY, self.start)
 
     def _accepted(self, fd: int, context: contextvars.Context) -> None:
-        sock = socket.socket(*self._made_of, fileno=fd)
+        sock = non_blocking(*self._made_of, fileno=fd)
         try:
             extra = {"peername": sock.getpeername()}
         except OSError:  # gone again: its transport will say so
