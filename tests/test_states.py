@@ -64,7 +64,8 @@ async def travel() -> list[Watched]:
 async def time_out() -> Watched:
     with StalledReader() as peer:
         _, writer = await asyncio.open_connection(sock=peer.connect(sndbuf=SMALL_SNDBUF))
-        accepted = Watched(writer.zc_submit(b"a" * 20_000))  # type: ignore[attr-defined]
+        # More than the peer's receive buffer can ever take.
+        accepted = Watched(writer.zc_submit(b"a" * 40_000))  # type: ignore[attr-defined]
         await soon(accepted.op.sent)
         if accepted.look() is State.SENT:  # pinned
             await accepted.until(State.FAILED)
