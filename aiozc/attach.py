@@ -74,9 +74,9 @@ def zc_submit(writer: asyncio.StreamWriter, data: Sendable) -> Operation:
         raise RuntimeError("the writer belongs to another event loop; call it there")
     transport = writer.transport
     stream = standin.stream_of(transport)  # while it has one, a few looks are spared
-    real = transport if stream is None else stream.real
-    sock = None
-    if stream is None:
+    if stream is not None:
+        real, sock = stream.real, None
+    else:
         real = standin.real_of(transport)
         if real.get_extra_info("sslcontext") is not None:
             return foreign_tls.tls_submit(loop, writer, real, data)

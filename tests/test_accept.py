@@ -61,6 +61,17 @@ class Recorder(asyncio.Protocol):
         self.note("lost")
 
 
+def recorders():
+    """A protocol factory, and what it made so far."""
+    made: list[Recorder] = []
+
+    def factory():
+        made.append(Recorder())
+        return made[-1]
+
+    return made, factory
+
+
 async def serve(factory, where="127.0.0.1", tmp_path=None):
     """The server, and what connects to it."""
     loop = asyncio.get_running_loop()
@@ -98,12 +109,7 @@ async def ended(server) -> None:
 def test_addresses_and_socket_are_told_whenever_they_are_asked_for(backend, where, when, tmp_path):
     # Fails when: the peer's address is read only when it is asked for, and the peer is gone by then.
     async def main():
-        made: list[Recorder] = []
-
-        def factory():
-            made.append(Recorder())
-            return made[-1]
-
+        made, factory = recorders()
         server, connect = await serve(factory, where, tmp_path)
         peer = connect()
         mine, theirs, family = peer.getsockname(), peer.getpeername(), peer.family
@@ -134,12 +140,7 @@ def test_addresses_and_socket_are_told_whenever_they_are_asked_for(backend, wher
 def test_a_family_whose_addresses_are_not_read_natively_is_left_to_asyncio(backend, monkeypatch):
     # Fails when: the addresses of an AF_VSOCK connection are told as None.
     async def main():
-        made: list[Recorder] = []
-
-        def factory():
-            made.append(Recorder())
-            return made[-1]
-
+        made, factory = recorders()
         with contextlib.suppress(OSError), socket.socket(socket.AF_VSOCK) as sock:
             sock.bind((socket.VMADDR_CID_ANY, socket.VMADDR_PORT_ANY))
             server = await asyncio.get_running_loop().create_server(factory, sock=sock)
@@ -167,12 +168,7 @@ def test_a_family_whose_addresses_are_not_read_natively_is_left_to_asyncio(backe
 @pytest.mark.parametrize("how", ["close", "abort", "peer"])
 def test_a_connection_leaves_no_descriptor_behind(backend, asked, how):
     async def main():
-        made: list[Recorder] = []
-
-        def factory():
-            made.append(Recorder())
-            return made[-1]
-
+        made, factory = recorders()
         server, connect = await serve(factory)
         connect().close()
         await until(lambda: made and made[0].lost.done())
@@ -204,12 +200,7 @@ def test_a_file_is_sent_on_an_accepted_connection_in_debug_mode(backend, tmp_pat
     # Fails when: the socket object does not know that it is non-blocking, which asyncio looks at then.
     async def main():
         asyncio.get_running_loop().set_debug(True)
-        made: list[Recorder] = []
-
-        def factory():
-            made.append(Recorder())
-            return made[-1]
-
+        made, factory = recorders()
         server, connect = await serve(factory)
         peer = connect()
         await until(lambda: made and made[0].calls)
@@ -228,12 +219,7 @@ def test_a_file_is_sent_on_an_accepted_connection_in_debug_mode(backend, tmp_pat
 def test_a_connection_that_ends_while_a_file_is_sent_is_not_listed_any_more(backend, tmp_path):
     async def main():
         loop = asyncio.get_running_loop()
-        made: list[Recorder] = []
-
-        def factory():
-            made.append(Recorder())
-            return made[-1]
-
+        made, factory = recorders()
         server, connect = await serve(factory)
         peer = connect()
         await until(lambda: made and made[0].calls)
@@ -263,12 +249,7 @@ def test_two_who_ask_for_the_socket_at_once_get_the_same(monkeypatch):
         return own_socket(self)
 
     async def main():
-        made: list[Recorder] = []
-
-        def factory():
-            made.append(Recorder())
-            return made[-1]
-
+        made, factory = recorders()
         server, connect = await serve(factory)
         peer = connect()
         await until(lambda: made and made[0].calls)

@@ -108,17 +108,6 @@ static PyObject *make(struct batch *b, struct acceptor *a, PyObject *protocol, P
     return NULL;
 }
 
-/* The exception that is set is told by a method of Python's, but one that ends the run. */
-static int told_by(PyObject *who, PyObject *method)
-{
-    if (must_leave())
-        return -1;
-    PyObject *exc = take_exception(), *rc = call1(who, method, exc);
-    Py_DECREF(exc);
-    Py_XDECREF(rc);
-    return rc ? 0 : -1;
-}
-
 static int serve(struct batch *b, struct acceptor *a, PyObject *context, int fd)
 {
     PyObject *factory = Py_NewRef(a->factory);

@@ -31,10 +31,10 @@ static int told(PyObject *owner, PyObject *rc, const char *method)
     return done ? 0 : -1;
 }
 
-static int deliver_bytes(PyObject *owner, PyObject *protocol, PyObject *context, const char *p,
-                         Py_ssize_t n)
+/* Takes `data`; NULL: an exception. */
+static int deliver_bytes(PyObject *owner, PyObject *protocol, PyObject *context, PyObject *data)
 {
-    PyObject *data = PyBytes_FromStringAndSize(p, n), *rc = NULL;
+    PyObject *rc = NULL;
     if (data && PyContext_Enter(context) == 0) {
         rc = call1(protocol, n_data_received, data);
         if (PyContext_Exit(context) < 0)
@@ -44,21 +44,33 @@ static int deliver_bytes(PyObject *owner, PyObject *protocol, PyObject *context,
     return told(owner, rc, "data_received");
 }
 
+static int get_buffer(PyObject *protocol, Py_buffer *view)
+{
+    PyObject *hint = PyLong_FromLong(-1);
+    PyObject *buffer = hint ? call1(protocol, n_get_buffer, hint) : NULL;
+    Py_XDECREF(hint);
+    int rc = buffer ? PyObject_GetBuffer(buffer, view, PyBUF_WRITABLE) : -1;
+    Py_XDECREF(buffer);
+    return rc;
+}
+
+static int buffer_updated(PyObject *protocol, Py_ssize_t n)
+{
+    PyObject *count = PyLong_FromSsize_t(n);
+    PyObject *rc = count ? call1(protocol, n_buffer_updated, count) : NULL;
+    Py_XDECREF(count);
+    Py_XDECREF(rc);
+    return rc ? 0 : -1;
+}
+
 /* One buffer of the protocol is filled and told; `took` says how much of p it has. 0, or -1: an
  * exception, and `name` says of which method. */
 static int fill_buffer(PyObject *protocol, const char *p, Py_ssize_t n, Py_ssize_t *took,
                        const char **name)
 {
     Py_buffer view;
-    PyObject *hint = PyLong_FromLong(-1);
     *name = "get_buffer";
-    PyObject *buffer = hint ? call1(protocol, n_get_buffer, hint) : NULL;
-    Py_XDECREF(hint);
-    if (!buffer)
-        return -1;
-    int bad = PyObject_GetBuffer(buffer, &view, PyBUF_WRITABLE);
-    Py_DECREF(buffer);
-    if (bad)
+    if (get_buffer(protocol, &view) < 0)
         return -1;
     Py_ssize_t room = view.len;
     if (room > n)
@@ -71,11 +83,7 @@ static int fill_buffer(PyObject *protocol, const char *p, Py_ssize_t n, Py_ssize
     }
     *took = room;
     *name = "buffer_updated";
-    PyObject *count = PyLong_FromSsize_t(room);
-    PyObject *rc = count ? call1(protocol, n_buffer_updated, count) : NULL;
-    Py_XDECREF(count);
-    Py_XDECREF(rc);
-    return rc ? 0 : -1;
+    return buffer_updated(protocol, room);
 }
 
 /* What did not fit into the protocol's first buffer is Python's: between two buffers it may pause,
@@ -189,7 +197,7 @@ static void learn_again(struct fields *f, int n)
 /* What azc_recv answers; -EAGAIN also if there is an exception. */
 static int into_bytes(PyObject *self, struct fields *f)
 {
-    PyObject *data = PyBytes_FromStringAndSize(NULL, RECEIVE), *rc = NULL;
+    PyObject *data = PyBytes_FromStringAndSize(NULL, RECEIVE);
     if (!data)
         return -EAGAIN;
     int n = api->recv(f->conn, PyBytes_AS_STRING(data), RECEIVE);
@@ -201,15 +209,10 @@ static int into_bytes(PyObject *self, struct fields *f)
     if (n < RECEIVE)
         _PyBytes_Resize(&data, n);
     PyObject *protocol = Py_NewRef(f->protocol), *context = Py_NewRef(f->context);
-    if (data && PyContext_Enter(context) == 0) {
-        rc = call1(protocol, n_data_received, data);
-        if (PyContext_Exit(context) < 0)
-            Py_CLEAR(rc);
-    }
+    int rc = deliver_bytes(self, protocol, context, data);
     Py_DECREF(protocol);
     Py_DECREF(context);
-    Py_XDECREF(data);
-    return told(self, rc, "data_received") < 0 ? -EAGAIN : n;
+    return rc < 0 ? -EAGAIN : n;
 }
 
 /* In the transport's context. `name`: the method that raised. */
@@ -217,17 +220,10 @@ static int fill_direct(struct fields *f, PyObject *protocol, const char **name)
 {
     unsigned char fast = f->fast;
     Py_buffer view;
-    PyObject *hint = PyLong_FromLong(-1), *rc = NULL;
     *name = "get_buffer";
-    PyObject *buffer = hint ? call1(protocol, n_get_buffer, hint) : NULL;
-    Py_XDECREF(hint);
-    if (!buffer)
+    if (get_buffer(protocol, &view) < 0)
         return -EAGAIN;
-    int n = PyObject_GetBuffer(buffer, &view, PyBUF_WRITABLE);
-    Py_DECREF(buffer);
-    if (n < 0)
-        return -EAGAIN;
-    n = -EAGAIN;
+    int n = -EAGAIN;
     if (!view.len && fast != FAST_SINK) /* a full sink is taken away in the next turn */
         PyErr_SetString(PyExc_RuntimeError, "get_buffer() returned an empty buffer");
     else if (view.len && f->conn && f->fast == fast) /* else get_buffer() paused it, or closed it */
@@ -237,11 +233,7 @@ static int fill_direct(struct fields *f, PyObject *protocol, const char **name)
         return n;
     learn_again(f, n);
     *name = "buffer_updated";
-    PyObject *count = PyLong_FromLong(n);
-    rc = count ? call1(protocol, n_buffer_updated, count) : NULL;
-    Py_XDECREF(count);
-    Py_XDECREF(rc);
-    return rc ? n : -EAGAIN;
+    return buffer_updated(protocol, n) < 0 ? -EAGAIN : n;
 }
 
 static int into_buffer(PyObject *self, struct fields *f)
@@ -303,8 +295,9 @@ static int received(struct batch *self, const azc_event *e)
     if (e->res > 0 && f && (f->fast == FAST_DATA || f->fast == FAST_BUFFER)) {
         PyObject *protocol = Py_NewRef(f->protocol), *context = Py_NewRef(f->context);
         const char *p = self->memory + start;
-        rc = f->fast == FAST_DATA ? deliver_bytes(owner, protocol, context, p, e->res)
-                                  : deliver_buffer(owner, protocol, context, p, e->res, start);
+        rc = f->fast == FAST_DATA
+                 ? deliver_bytes(owner, protocol, context, PyBytes_FromStringAndSize(p, e->res))
+                 : deliver_buffer(owner, protocol, context, p, e->res, start);
         Py_DECREF(protocol);
         Py_DECREF(context);
     } else if (e->res == 0 && f && f->fast && f->fast != FAST_SINK && is_quiet(f->loop)) {
@@ -351,13 +344,10 @@ static int deliver_datagram(struct batch *self, const azc_event *e, PyObject *ow
     Py_XDECREF(data);
     Py_DECREF(context);
     Py_DECREF(protocol);
-    if (!rc && !must_leave()) {
-        PyObject *exc = take_exception();
-        rc = call1(owner, n__datagram_failed, exc);
-        Py_DECREF(exc);
-    }
-    Py_XDECREF(rc);
-    return rc ? 0 : -1;
+    if (!rc)
+        return told_by(owner, n__datagram_failed);
+    Py_DECREF(rc);
+    return 0;
 }
 
 static PyObject *hand_out(struct batch *self, const azc_event *e, PyObject *to)

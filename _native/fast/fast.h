@@ -101,6 +101,7 @@ PyObject *take_exception(void);
 void restore_exception(PyObject *exception); /* takes the reference */
 /* Is SystemExit or KeyboardInterrupt set? Those end the run. */
 int must_leave(void);
+int told_by(PyObject *who, PyObject *method);
 PyObject *call1(PyObject *self, PyObject *name, PyObject *arg);
 PyObject *call_ints(PyObject *self, PyObject *name, long a, long b);
 

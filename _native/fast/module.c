@@ -45,6 +45,17 @@ int must_leave(void)
            PyErr_ExceptionMatches(PyExc_KeyboardInterrupt);
 }
 
+/* The exception that is set is told by a method of Python's, but one that ends the run. */
+int told_by(PyObject *who, PyObject *method)
+{
+    if (must_leave())
+        return -1;
+    PyObject *exc = take_exception(), *rc = call1(who, method, exc);
+    Py_DECREF(exc);
+    Py_XDECREF(rc);
+    return rc ? 0 : -1;
+}
+
 PyObject *call1(PyObject *self, PyObject *name, PyObject *arg)
 {
     PyObject *args[] = {self, arg};
