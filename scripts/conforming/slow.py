@@ -44,11 +44,13 @@ def too_long(ours: float, stock: float | None) -> bool:
 
 
 def measured(suite: Suite, loop: str, test: str, args: argparse.Namespace) -> tuple[float, float]:
+    log = BUILD / "logs" / "slow.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
     best = {loop: float("inf"), "stock": float("inf")}
     module = test.partition(".")[0]
     for _ in range(TURNS):
         for name in best:
             orders = Orders(suite, name, args.timeout)
-            for result in run_module(orders, module, BUILD / "logs" / "slow.log", only=[test]):
+            for result in run_module(orders, module, log, only=[test]):
                 best[name] = min(best[name], result.seconds)
     return best[loop], best["stock"]
