@@ -94,7 +94,7 @@
 #define AZC_HAS_BUF_RING 32
 #define AZC_HAS_DEFER_TASKRUN 64
 #define AZC_HAS_SENDMSG_ZC_FIXED 128
-#define AZC_HAS_REQUESTS 256 /* every plain request that uring.c makes */
+#define AZC_HAS_REQUESTS 256 /* every plain request that uring_submit.c makes */
 
 #define AZC_EVENTS 4096
 #define AZC_REGIONS_MAX 1024        /* in the process */

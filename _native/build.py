@@ -34,8 +34,15 @@ SOURCES = [
     "msgzc",
     "sockids",
     "reactor",
+    "conn",
+    "write",
     "stall",
     "uring",
+    "uring_ring",
+    "uring_submit",
+    "uring_reap",
+    "uring_regions",
+    "uring_orphans",
     "epoll",
     "probe",
 ]  # and, with AIOZC_FAULTS=1, "faults"
@@ -151,7 +158,7 @@ def make() -> FFI:
             beside(f"{name}.c") for name in [*SOURCES, *(["faults"] if with_faults() else [])]
         ],
         include_dirs=[beside("")],
-        depends=[beside(name) for name in ("aiozc.h", "internal.h", "faults.h")],
+        depends=[beside(name) for name in ("aiozc.h", "internal.h", "uring.h", "faults.h")],
         extra_compile_args=[*compile_args, *cflags, f"-DAZC_LIBURING_VERSION={version}"],
         extra_link_args=[*libs, *link_args],
     )

@@ -1,15 +1,15 @@
 /* dgramq.c - one socket's queue of datagrams. Knows no backend.
  *
  * Owns: datagrams that were not sent yet: copies of them (azc_sendto), or what describes the
- * caller's memory (azc_zc_sendto). Used by: reactor.c (push, submit), the backends (flush),
+ * caller's memory (azc_zc_sendto). Used by: write.c (push, submit), the backends (flush),
  * optable.c (answers). One FIFO for both: datagrams leave in call order, each with its own error,
  * on either backend.
  *
  * What goes by copying leaves in one sendmmsg, in order. (Requests in a ring would be reordered by
  * a full socket, which a Unix datagram socket must never show.) What goes zero-copy, one request
- * each, is asked of the ring by uring.c; nothing of the socket is sent meanwhile, and no more is
- * asked for than its send buffer surely takes. A full socket keeps the rest, in order, until it is
- * writable.
+ * each, is asked of the ring by uring_submit.c; nothing of the socket is sent meanwhile, and no
+ * more is asked for than its send buffer surely takes. A full socket keeps the rest, in order,
+ * until it is writable.
  *
  * Never: blame an operation for an error that was pending before it was sent (see refused()).
  */

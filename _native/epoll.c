@@ -414,7 +414,7 @@ static int epoll_drain(struct azc_reactor *r, int64_t timeout_ns)
     return 0;
 }
 
-/* Plain writes went in their own call (reactor.c). Those that go zero-copy would pause their writer
+/* Plain writes went in their own call (write.c). Those that go zero-copy would pause their writer
  * if they waited for the turn. */
 static void epoll_send_now(struct conn *c)
 {

@@ -1,7 +1,7 @@
 /* faults.c - fault knobs, in builds with AIOZC_FAULTS alone.
  *
- * Owns: the knobs, and how often each fired. Called by: the hooks in reactor.c, uring.c, epoll.c,
- * optable.c, slab.c, dgramq.c and probe.c; and by Python (aiozc/faults.py).
+ * Owns: the knobs, and how often each fired. Called by: the hooks in reactor.c, write.c, uring*.c,
+ * epoll.c, optable.c, slab.c, dgramq.c and probe.c; and by Python (aiozc/faults.py).
  *
  * A fault is one that the kernel could have shown: a request that shall fail is handed to it as a
  * NOP, so that no byte leaves and its completion comes as any other. Where the kernel promises more

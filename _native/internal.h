@@ -1,11 +1,12 @@
 /* internal.h - what the native files share behind the ABI of aiozc.h.
  *
- * Owned by reactor.c. Nothing here is seen by Python. The layering, from the bottom:
+ * Nothing here is seen by Python. The layering, from the bottom:
  *   slab.c      memory of copied bytes        table.c   slots with generations
  *   optable.c   operations and requests       sendq.c   one FIFO a socket, knows no backend
  *   errqueue.c  ids of MSG_ZEROCOPY sends    msgzc.c   those sends, and their notifications
  *   sockids.c   ids of a borrowed socket
- *   uring.c, epoll.c   the two backends       reactor.c  the ABI over them
+ *   uring*.c (uring.h), epoll.c  the two backends
+ *   conn.c, write.c, reactor.c   the ABI over them: connections, sending, turns and events
  *   stall.c     peers that stop reading       faults.c   what a build for tests pretends
  */
 #ifndef AIOZC_INTERNAL_H
@@ -15,6 +16,7 @@
 #include "faults.h"
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <sys/socket.h>
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -269,14 +271,14 @@ struct conn {
     bool rq_waits;    /* uring: the request waits for room in the kernel */
     uint8_t sure;     /* requests in a row that did not end short, SURE_MAX at most */
     bool loud;        /* uring: the last quiet request did not do it all; the next one is none */
-    bool half_closed; /* the peer will send nothing more; see uring.c for why that matters */
+    bool half_closed; /* the peer will send nothing more; why that matters: uring_submit.c */
     bool last_eor;
     /* Adaptive: what trusted reports said, and the stream position of the next probe. */
     bool path_copies;
     int8_t local; /* is the peer on this machine? 0: not looked at yet; -1: no */
     uint8_t copied_in_row, reports;
     uint64_t probe_at, probe_gap;
-    uint64_t direct, direct_turn; /* bytes that copy_now sent in that turn */
+    uint64_t direct, direct_turn; /* bytes that conn_copy_now sent in that turn */
     bool held;                    /* azc_conn_hold */
     bool want_out;                /* the socket was full: wait until it is writable */
     bool out_armed;               /* uring: a poll for that is with the kernel */
@@ -376,10 +378,10 @@ struct azc_reactor {
 };
 
 void emit(struct azc_reactor *r, uint64_t token, int kind, int32_t res, unsigned arg);
-void mark_dirty(struct conn *c);
 void conn_notify(struct conn *c);
 void conn_send_failed(struct conn *c, int error);
 void conn_maybe_free(struct conn *c);
+int conn_copy_now(azc_conn *pub);
 uint64_t now_ns(void);
 void collect_spare(struct azc_reactor *r);
 
@@ -420,6 +422,22 @@ void dgramq_answered(struct conn *c, struct dgram *d, int32_t res);
 bool dgramq_remove(struct conn *c, azc_op *op);
 void dgramq_drop(struct conn *c, int error);
 
+static inline struct conn *conn_of(azc_conn *c)
+{
+    return (struct conn *)((char *)c - offsetof(struct conn, pub));
+}
+static inline void mark_dirty(struct conn *c)
+{
+    if (c->dirty)
+        return;
+    c->dirty = true;
+    c->dirty_next = NULL;
+    if (c->r->dirty)
+        c->r->dirty_tail->dirty_next = c;
+    else
+        c->r->dirty = c;
+    c->r->dirty_tail = c;
+}
 static inline bool holds_buffer(const azc_event *e)
 {
     return (e->kind == AZC_EV_RECV || e->kind == AZC_EV_DATAGRAM) && e->res > 0;

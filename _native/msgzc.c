@@ -182,7 +182,7 @@ static bool acknowledged(const struct req *q, int fd)
 }
 
 /* A connection that is closed, or whose loop is: also what has no notification (something took the
- * socket over that copies without telling) ends, by the rule of uring.c's orphans. */
+ * socket over that copies without telling) ends, by the rule of uring_orphans.c. */
 void msgzc_look(struct conn *c)
 {
     struct azc_reactor *r = c->r;

@@ -175,7 +175,7 @@ static void on_sigsys(int sig, siginfo_t *info, void *context)
 #endif
 }
 
-/* Every request that uring.c makes, beside those that have a feature of their own. */
+/* Every request that uring_submit.c makes, beside those that have a feature of their own. */
 static bool plain_requests(struct io_uring_probe *p)
 {
     static const struct {

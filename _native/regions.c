@@ -2,9 +2,9 @@
  *
  * Owns: which ranges are regions, and their numbers, which are never used again. A region is told
  * by Python (pool.py) and is used by whoever sends memory that lies in it; each ring registers it
- * when it first meets it (uring.c), for a region is of no ring. So loops in several threads read
- * the list while Python changes it: it has a lock, taken once a request and only while there are
- * regions.
+ * when it first meets it (uring_regions.c), for a region is of no ring. So loops in several threads
+ * read the list while Python changes it: it has a lock, taken once a request and only while there
+ * are regions.
  *
  * Never: touches the memory, or decides how long it lives. A dropped region is not found any more;
  * what the kernel still reads of it is kept by the operations that sent it.

@@ -1,6 +1,6 @@
 /* sendq.c - one socket's send queue: gather, split, account. Knows no backend.
  *
- * Owns: the order of the bytes. Used by: reactor.c (push), optable.c (consume), the backends
+ * Owns: the order of the bytes. Used by: write.c (push), optable.c (consume), the backends
  * (gather). Rules:
  *  1. One FIFO for copied, referenced and zero-copy parts; bytes leave in call order.
  *  2. At most one request that is not yet sent; it reads the first `in_request` parts, which nobody

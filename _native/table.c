@@ -1,9 +1,9 @@
 /* table.c - slots with generations.
  *
- * Owns: the memory of operations, requests and connections. Used by: reactor.c, optable.c, uring.c.
- * A token is slot | generation << 32, so a completion that comes after its slot was given to
- * somebody else finds nothing (liburing#1462). Never: move an element; Python and the kernel hold
- * addresses.
+ * Owns: the memory of operations, requests and connections. Used by: conn.c, optable.c, the
+ * backends. A token is slot | generation << 32, so a completion that comes after its slot was given
+ * to somebody else finds nothing (liburing#1462). Never: move an element; Python and the kernel
+ * hold addresses.
  */
 #include "internal.h"
 

@@ -17,7 +17,7 @@ import aiozc
 
 def test_a_large_zc_send_on_a_path_that_copies_is_done_within_the_call(run, backend) -> None:
     # Fails when: the locks are given back only by the event (operation_settle), or bytes that are queued before
-    # it are overtaken (copy_now in reactor.c).
+    # it are overtaken (conn_copy_now in write.c).
     async def main() -> None:
         loop: Any = asyncio.get_running_loop()
         with StalledReader(rcvbuf=4 * MIB) as peer:
@@ -51,7 +51,7 @@ def test_a_large_zc_send_on_a_path_that_copies_is_done_within_the_call(run, back
 
 
 def test_who_sends_much_on_a_path_that_copies_leaves_others_their_turn(run, backend) -> None:
-    # Fails when: copy_now in reactor.c has no bound a turn.
+    # Fails when: conn_copy_now in write.c has no bound a turn.
     async def main() -> None:
         loop = asyncio.get_running_loop()
         with StalledReader(rcvbuf=None) as peer:

@@ -182,7 +182,7 @@ loop.close()
 
 @HOSTS
 def test_a_full_send_buffer_reorders_nothing(host: str) -> None:
-    # Fails when: more is asked for than the send buffer takes (send_datagrams, uring.c): the device frees some
+    # Fails when: more is asked for than the send buffer takes (send_datagrams): the device frees some
     # of it between two requests, and what is behind a refused one goes first.
     in_namespace(
         """
@@ -266,7 +266,7 @@ loop.close()
 @pytest.mark.parametrize("close", ["", "close"])
 def test_another_thread_learns_of_the_release_and_not_too_early(close: str) -> None:
     # Fails when: SIOCOUTQ is believed. It is 0 here, for the datagram lies in the other namespace's
-    # device; or when no grave is dug (dig_grave in uring.c): then it is never released.
+    # device; or when no grave is dug (uring_dig_grave): then it is never released.
     in_namespace(
         """
 async def begin():

@@ -363,8 +363,8 @@ def test_what_the_ring_did_not_take_goes_on_a_loop_that_is_not_ours() -> None:
 @needs_uring
 @pytest.mark.parametrize("wait", ["write_eof", "drain", "close"])
 def test_the_end_of_a_small_send_is_told_though_the_queue_took_it_late(wait) -> None:
-    # Fails when: the loop sleeps with a quiet request (uring.c) that the kernel had not taken when somebody
-    # began to wait for its end: no completion would ever tell.
+    # Fails when: the loop sleeps with a quiet request (uring_submit.c) that the kernel had not taken when
+    # somebody began to wait for its end: no completion would ever tell.
     async def main() -> None:
         loop = asyncio.get_running_loop()
         for number in range(20):

@@ -1,6 +1,6 @@
 """A peer that closed its side and does not read: it costs nothing while it waits, and gets every byte.
 
-The kernel's own waiting is no good for such a peer (see uring.c): a request spins, or sleeps in a
+The kernel's own waiting is no good for such a peer (see uring_submit.c): a request spins, or sleeps in a
 thread of the kernel. So what is watched here is requests and threads, beside the bytes.
 """
 

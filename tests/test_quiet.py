@@ -1,5 +1,5 @@
-"""Small sends whose success no completion tells of (uring.c): one enter a message, and nothing is lost where
-the socket does not take it all."""
+"""Small sends whose success no completion tells of (uring_submit.c): one enter a message, and nothing is lost
+where the socket does not take it all."""
 
 from __future__ import annotations
 
