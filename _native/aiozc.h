@@ -270,6 +270,7 @@ void azc_conn_flush(azc_conn *c);
 void azc_conn_hold(azc_conn *c, int on); /* while on, what is queued waits: other bytes go first */
 int azc_conn_abort(azc_conn *c, int error);
 int azc_conn_close(azc_conn *c, int error);
+void azc_conn_leave(azc_conn *c);
 int azc_linger(azc_reactor *r, int64_t limit_ns);
 
 /* A stream whose unsent or pinned bytes make no progress for so long (0: never) gets
@@ -314,6 +315,7 @@ typedef struct azc_api {
     int (*conn_stop)(azc_conn *c);
     void (*conn_notify)(azc_conn *c, uint32_t what);
     int (*conn_close)(azc_conn *c, int error);
+    void (*conn_leave)(azc_conn *c);
     void (*direct)(azc_conn *c, int on);
     int (*recv)(azc_conn *c, char *p, size_t n);
 } azc_api;

@@ -218,7 +218,9 @@ int azc_linger(azc_reactor *r, int64_t limit_ns)
     return n;
 }
 
-/* Afterwards the caller closes the descriptor and never uses `pub` again. 1: memory is pinned. */
+/* Afterwards the caller closes the descriptor and never uses `pub` again. 1: memory is pinned.
+ * Negative: the kernel, or the submission queue, still has requests that name the descriptor; in
+ * another's hands its number would get them. See azc_conn_leave. */
 int azc_conn_close(azc_conn *pub, int error)
 {
     struct conn *c = conn_of(pub);
@@ -242,4 +244,17 @@ int azc_conn_close(azc_conn *pub, int error)
     c->closed = true;
     conn_maybe_free(c);
     return rc < 0 ? rc : pinned;
+}
+
+/* azc_conn_close just answered an error: the descriptor is the reactor's, to be closed behind the
+ * last completion. The peer sees the end now, and that ends what is on its way, too. */
+void azc_conn_leave(azc_conn *pub)
+{
+    struct conn *c = conn_of(pub);
+    if (c->kept_fd >= 0)
+        close(c->kept_fd);
+    c->kept_fd = pub->fd;
+    c->kept_since = now_ns();
+    if (pub->kind == AZC_STREAM)
+        (void)shutdown(pub->fd, SHUT_RDWR);
 }

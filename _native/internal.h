@@ -291,8 +291,8 @@ struct conn {
     bool settling;  /* ids of sends that failed may be in the error queue */
     bool reading;   /* the error queue is being read */
     bool closed;
-    /* Closed with memory still pinned: a duplicate of the descriptor, what was unacknowledged when
-     * azc_linger last looked, and since when. */
+    /* Closed with memory still pinned: a duplicate of the descriptor (or itself, azc_conn_leave),
+     * what was unacknowledged when azc_linger last looked, and since when. */
     int kept_fd;
     int kept_unacked;
     uint64_t kept_since;

@@ -355,6 +355,6 @@ const azc_api *azc_api_table(void)
         azc_wait,        azc_write,      azc_submit,       azc_take_released, owner,
         azc_withdraw,    azc_idle,       azc_conn_drained, azc_conn_ask_low,  azc_sendto,
         conn_copy_now,   azc_zc_sendto,  azc_conn_open,    azc_conn_start,    azc_conn_stop,
-        azc_conn_notify, azc_conn_close, azc_conn_direct,  azc_recv};
+        azc_conn_notify, azc_conn_close, azc_conn_leave,   azc_conn_direct,   azc_recv};
     return &table;
 }

@@ -22,6 +22,7 @@ import pytest
 from fault_support import CANNOT_HOLD, UNDER
 from order_support import (
     Reader,
+    Recorder,
     assert_same_stream,
     connected_pair,
     limited,
@@ -422,6 +423,47 @@ def test_a_receive_that_found_no_place_in_the_queue_is_armed_before_the_loop_sle
 
     # In a queue of one place: half of one is nothing.
     in_time(main, backend="uring", ring_entries=1, cq_entries=8)
+
+
+@pytest.mark.faults
+@needs_uring
+@pytest.mark.parametrize("asked", [False, True], ids=["native", "socket object"])
+def test_a_descriptor_outlives_requests_that_did_not_end_with_its_connection(asked: bool) -> None:
+    # Fails when: it is closed all the same. Then a request that was not taken yet names a number that is
+    # somebody else's by the time it is.
+    async def main() -> None:
+        errors = LoopErrors()
+        loop = asyncio.get_running_loop()
+        lost = loop.create_future()
+        protocol = Recorder()
+        protocol.connection_lost = lambda exc: lost.set_result(exc)
+        server = await loop.create_server(lambda: protocol, "127.0.0.1", 0)
+        peer = socket.create_connection(server.sockets[0].getsockname())
+        await eventually(lambda: protocol.transport is not None)
+        transport = protocol.transport
+        if asked:
+            transport.get_extra_info("socket")
+        descriptor = transport._sock_fd
+        with fault(
+            loop, "ebusy", 1
+        ):  # nothing is entered: neither its receive nor the cancelling ends
+            transport.abort()
+            still = loop.create_future()  # right behind the end of it, before the loop's next wait
+            loop.call_soon(lambda: still.set_result(os.path.exists(f"/proc/self/fd/{descriptor}")))
+            assert await still, "its number is free, and a request names it"
+            assert lost.done()
+        assert [type(told["exception"]) for told in errors.contexts] == [OSError]
+        assert errors.contexts[0]["exception"].errno == errno.EBUSY
+        assert await limited(in_thread(lambda: peer.recv(1))) == b""
+        await eventually(
+            lambda: not os.path.exists(f"/proc/self/fd/{descriptor}")
+        )  # it ended: so is this
+        assert transport not in loop._transports.values()
+        server.close()
+        await limited(server.wait_closed())  # it was told of the end
+        peer.close()
+
+    in_time(main, backend="uring")
 
 
 @pytest.mark.faults

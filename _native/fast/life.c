@@ -196,11 +196,12 @@ static int forget(PyObject *where, uint64_t token)
     return rc;
 }
 
-/* The native connection, and with it the descriptor if nobody else has it. */
-static int close_native(struct fields *f)
+/* The native connection, and with it the descriptor if nobody else has it. `left`: the reactor has
+ * it now, and whoever else has it is to let go of it. */
+static int close_native(struct fields *f, int *left)
 {
     azc_conn *conn = f->conn;
-    int fd = f->owns_fd ? f->fd : -1, rc = 0;
+    int fd = f->owns_fd ? f->fd : -1, has_fd = fd >= 0 || f->sock, rc = 0;
     f->conn = NULL;
     f->fast = f->open = f->owns_fd = 0;
     Py_CLEAR(f->view);
@@ -212,7 +213,10 @@ static int close_native(struct fields *f)
     Py_BEGIN_ALLOW_THREADS;
     if (conn)
         rc = api->conn_close(conn, -ECONNABORTED);
-    if (fd >= 0)
+    *left = rc < 0 && has_fd;
+    if (*left)
+        api->conn_leave(conn);
+    else if (fd >= 0)
         close(fd); /* an error says nothing that anybody could do something about */
     Py_END_ALLOW_THREADS;
     if (!rc || !conns || known < 0)
@@ -223,13 +227,13 @@ static int close_native(struct fields *f)
     return done ? 0 : -1;
 }
 
-static int close_socket(struct fields *f)
+static int give_up_socket(struct fields *f, PyObject *method)
 {
     PyObject *sock = f->sock;
     if (!sock)
         return 0;
     f->sock = NULL;
-    PyObject *rc = PyObject_CallMethodNoArgs(sock, n_close);
+    PyObject *rc = PyObject_CallMethodNoArgs(sock, method);
     Py_DECREF(sock);
     Py_XDECREF(rc);
     return rc ? 0 : -1;
@@ -252,60 +256,69 @@ static int told_ended(PyObject *self)
     return rc ? 0 : -1;
 }
 
-/* After connection_lost, whatever that did. */
-static int end(PyObject *self, struct fields *f)
+/* As `finally`: what was raised last is told, and what came before is its context. */
+static void raised(PyObject **error, int rc)
 {
-    int rc = f->reactor ? close_native(f) : 0;
-    if (rc == 0 && f->loop)
-        rc = unlist(self, f);
-    if (rc == 0)
-        rc = close_socket(f);
+    if (rc >= 0)
+        return;
+    PyObject *exc = take_exception();
+    if (exc == *error)
+        Py_DECREF(exc);
+    else if (*error)
+        PyException_SetContext(exc, *error);
+    *error = exc;
+}
+
+/* After connection_lost, whatever that did, and each step whatever the one before it did. */
+static void end(PyObject *self, struct fields *f, PyObject **error)
+{
+    int left = 0;
+    if (f->reactor)
+        raised(error, close_native(f, &left));
+    if (f->loop)
+        raised(error, unlist(self, f));
+    raised(error, give_up_socket(f, left ? n_detach : n_close));
     Py_CLEAR(f->protocol);
-    if (rc == 0 && somebody_waits(f))
-        rc = told_ended(self);
+    if (somebody_waits(f))
+        raised(error, told_ended(self));
     Py_CLEAR(f->loop);
     PyObject *server = f->server;
     f->server = NULL;
-    if (rc == 0 && server && server != Py_None)
-        rc = server_told(server, n__detach, self);
+    if (server && server != Py_None)
+        raised(error, server_told(server, n__detach, self));
     Py_XDECREF(server);
-    return rc;
 }
 
 /* One that was not made to the end: as if it had never been. */
 void transport_undo(PyObject *self)
 {
     struct fields *f = fields_of(self);
+    PyObject *error = NULL;
     lose(f);
     Py_CLEAR(f->server);
-    if (end(self, f) < 0)
+    end(self, f, &error);
+    if (error) {
+        restore_exception(error);
         PyErr_WriteUnraisable(self);
+    }
 }
 
-/* _call_connection_lost(exc), once, as asyncio's. What it raises first is what it tells. */
+/* _call_connection_lost(exc), once, as asyncio's. */
 static PyObject *tr_call_connection_lost(PyObject *self, PyObject *exc)
 {
     struct fields *f = fields_of(self);
     PyObject *protocol = f->protocol ? Py_NewRef(f->protocol) : NULL, *error = NULL;
     if (protocol && protocol != Py_None) {
         PyObject *rc = call1(protocol, n_connection_lost, exc);
-        if (!rc)
-            error = take_exception();
+        raised(&error, rc ? 0 : -1);
         Py_XDECREF(rc);
     }
     Py_XDECREF(protocol);
-    if (end(self, f) < 0) {
-        PyObject *second = take_exception();
-        if (error)
-            PyException_SetContext(second, Py_NewRef(error));
-        Py_XSETREF(error, second);
-    }
-    if (error) {
-        PyErr_SetObject((PyObject *)Py_TYPE(error), error);
-        Py_DECREF(error);
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    end(self, f, &error);
+    if (!error)
+        Py_RETURN_NONE;
+    restore_exception(error);
+    return NULL;
 }
 
 /* A transport that nobody closed. */
