@@ -30,6 +30,11 @@ _WHOLE = (
 )
 
 
+def _places(entries: int) -> int:
+    """As the kernel rounds: to a power of two."""
+    return 1 << (entries - 1).bit_length()
+
+
 def settings_of(given: dict[str, Any]) -> Settings:
     """From the keywords of a loop. TypeError: there is no such setting; says which it may have been."""
     known = [field.name for field in fields(Settings)]
@@ -77,7 +82,8 @@ class Settings:
         what it was at the call. If somebody wrote to it, the loop's exception handler is told, with the stack
         of the call; the bytes cannot be called back. Costs two check sums a byte. None: in debug mode.
     max_request: bytes that one request gathers at most; bounds what it pins.
-    ring_entries, cq_entries: sizes of the submission and completion queues.
+    ring_entries, cq_entries: sizes of the submission and completion queues, rounded up to powers of two; the
+        second cannot be smaller than the first.
     """
 
     backend: str | None = None
@@ -130,3 +136,9 @@ class Settings:
         for name in ("ring_entries", "cq_entries"):
             if not 1 <= getattr(self, name) <= 65536:
                 raise ValueError(f"{name} must lie between 1 and 65536")
+        needed = min(_places(self.ring_entries), 32768)  # more than that the kernel makes fewer
+        if needed > _places(self.cq_entries):
+            raise ValueError(
+                f"cq_entries={self.cq_entries} is too few for ring_entries={self.ring_entries}: the kernel "
+                f"makes no such ring; ask for cq_entries={needed} or more, or for fewer ring_entries"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -78,6 +79,31 @@ def test_a_setting_that_is_none_or_of_another_type_is_refused_in_words(
     with pytest.raises(TypeError) as caught:
         aiozc.new_event_loop(**wrong)
     assert str(caught.value).startswith(told)
+
+
+@pytest.mark.parametrize(
+    "wrong, remedy",
+    [
+        ({"cq_entries": 512}, "cq_entries=1024 or more"),
+        ({"ring_entries": 8193}, "cq_entries=16384 or more"),
+        ({"ring_entries": 65536, "cq_entries": 16384}, "cq_entries=32768 or more"),
+        ({"ring_entries": 2, "cq_entries": 1}, "fewer ring_entries"),
+    ],
+)
+def test_a_ring_that_the_kernel_would_not_make_is_refused_with_the_remedy(
+    wrong: dict[str, int], remedy: str
+) -> None:
+    # Fails when: it is left to the kernel, whose EINVAL comes when the loop starts, and names nothing.
+    with pytest.raises(ValueError, match=remedy):
+        aiozc.new_event_loop(**wrong)
+
+
+@pytest.mark.parametrize(
+    "entries, completions", [(1, 1), (5, 8), (1000, 1024), (1025, 2048), (40000, 32768)]
+)
+def test_a_ring_that_the_kernel_makes_is_not_refused(entries: int, completions: int) -> None:
+    # Fails when: what was asked for is compared, and not what the kernel makes of it.
+    aiozc.run(asyncio.sleep(0), ring_entries=entries, cq_entries=completions)
 
 
 @pytest.mark.parametrize(
