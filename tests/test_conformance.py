@@ -10,6 +10,7 @@ import pytest
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
+import conformance  # noqa: E402
 from conforming import report, slow  # noqa: E402
 from conforming.expected import PYTHON, Exception_, load  # noqa: E402
 from conforming.run import Orders, Result, run_module  # noqa: E402
@@ -160,6 +161,31 @@ def test_over_twice_the_time_on_stock_is_told(
     another = Run("ours", "3.1", "stock", base.results, 1.0)
     slow.look([again], [another], [suite], argparse.Namespace(timeout=30.0))
     assert not again.slow, "another Python's times say nothing"
+
+
+def test_times_of_an_earlier_run_on_stock_are_compared_without_running_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Fails when: the file of --against is not read, or what is slow is no reason for status 1.
+    suite = suite_of(tmp_path, SLOW)
+    results = run_module(Orders(suite, "stock", 30.0), "test_it", tmp_path / "log")
+    report.write([Run("ours", PYTHON, "stock", results, 1.0)], tmp_path / "stock.json")
+    monkeypatch.setattr(slow, "TURNS", 1)
+    monkeypatch.setattr(conformance, "wanted_suites", lambda args: ([suite], []))
+
+    def status(*more: str) -> int:
+        out = str(tmp_path / "out.json")
+        monkeypatch.setattr(
+            sys, "argv", ["conformance.py", "--backend=epoll", "--json", out, *more]
+        )
+        monkeypatch.setattr(conformance.signal, "signal", lambda *args: None)
+        return conformance.main()
+
+    assert status() == 0
+    assert status("--against", str(tmp_path / "stock.json")) == 1
+    (ours,) = report.read(tmp_path / "out.json")
+    assert ours.loop == "epoll" and list(ours.slow) == ["test_it.Tests.test_takes_longer_on_ours"]
+    assert "takes_longer_on_ours" in capsys.readouterr().out
 
 
 def test_the_closing_line_counts_our_runs_only() -> None:
