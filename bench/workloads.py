@@ -123,7 +123,7 @@ def cases(file: str, certificate: str = "") -> list[Case]:
     }
     for route, name in routes.items():
         ways = ("uvloop uvicorn", "aiozc-uring uvicorn", "aiozc-epoll uvicorn")
-        found.append(Case("asgi", name, {"route": route}, ways, "request", ways[:2]))
+        found.append(Case("asgi", name, {"route": route}, ways, "request", ways))
     return found
 
 
@@ -478,7 +478,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=front.positive, default=3)
     parser.add_argument("--seconds", type=front.positive_float, default=2.0)
     parser.add_argument(
-        "--only", nargs="+", metavar="WORKLOAD", help="by the first word of its name"
+        "--only",
+        nargs="+",
+        metavar="WORKLOAD",
+        help="those whose name begins like that: asgi, 'asgi 1 MiB'",
     )
     parser.add_argument(
         "--paths", nargs="+", choices=["loopback", "sink"], default=["loopback", "sink"]
@@ -489,7 +492,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rounds to FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to FILE")
     args = parser.parse_args()
-    wanted = [case for case in cases("") if not args.only or case.workload in args.only]
+    only = tuple(args.only or ("",))
+    wanted = [case for case in cases("") if case.label().startswith(only)]
     if not wanted:
         parser.error("there is no such workload")
     os.sched_setaffinity(0, {CLIENT_CORE})
@@ -501,11 +505,7 @@ def main() -> int:
             certificate = str(Path(stack.enter_context(temporary())) / "cert.pem")
             if any(case.workload == "proxy" for case in wanted):
                 make_certificate(certificate)
-            wanted = [
-                case
-                for case in cases(file, certificate)
-                if not args.only or case.workload in args.only
-            ]
+            wanted = [c for c in cases(file, certificate) if c.label().startswith(only)]
             given = stack.enter_context(sink(CLIENT_CORE)) if "sink" in args.paths else {}
             seen = measure(wanted, args, given)
     except (SinkError, CorruptBytes) as error:
