@@ -43,12 +43,17 @@ async def view(request: Request) -> Response:
     return Response(memoryview(BLOB))
 
 
-async def chunked(request: Request) -> Response:
-    async def parts() -> AsyncIterator[bytes]:
-        for start in range(0, MIB, MIB // 8):
-            yield BLOB[start : start + MIB // 8]
+async def in_chunks(size: int) -> AsyncIterator[bytes]:
+    for start in range(0, MIB, size):
+        yield BLOB[start : start + size]
 
-    return StreamingResponse(parts())
+
+async def chunked(request: Request) -> Response:
+    return StreamingResponse(in_chunks(MIB // 8))
+
+
+async def halves(request: Request) -> Response:
+    return StreamingResponse(in_chunks(MIB // 2))
 
 
 async def upload(request: Request) -> Response:
@@ -92,6 +97,7 @@ app = Starlette(
         Route("/blob", blob),
         Route("/view", view),
         Route("/chunked", chunked),
+        Route("/halves", halves),
         Route("/upload", upload, methods=["POST"]),
         Route("/loop", loop_below),
         WebSocketRoute("/echo", echo),
