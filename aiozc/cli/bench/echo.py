@@ -43,11 +43,21 @@ COLUMNS: tuple[report.Column, ...] = (
 
 
 def register(subparsers: Any) -> None:
-    parser = subparsers.add_parser("echo", help="requests a second of our loop beside others")
+    parser = subparsers.add_parser(
+        "echo",
+        help="requests a second of our loop beside others",
+        description="Small requests over loopback, answered by the same protocol on each loop: the rate, and "
+        "the server's CPU time a request. The client is Python, and limits the rate.",
+    )
     parser.add_argument("--size", type=options.whole(1, 1 << 20), default=1024)
     parser.add_argument("--connections", type=options.whole(1, 500), default=16)
     parser.add_argument("--loops", nargs="+", choices=LOOPS, default=list(LOOPS))
     options.add_common(parser, run)
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    keys = (("sends_per_s", "requests a second"), ("cpu_us_per_request", "CPU us a request"))
+    report.bars(figure, rows, "loop", keys)
 
 
 def why_not(loop: str) -> str | None:
@@ -71,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     told["failed"] = [{"label": loop, "reason": reason} for loop, reason in failed]
     remark = "CPU: of the server's process. One request in flight on each connection."
-    return report.finish(args, told, COLUMNS, [remark])
+    return report.finish(args, told, COLUMNS, [remark], draw=draw)
 
 
 def measure(loop: str, path: Path, args: argparse.Namespace) -> Row:

@@ -24,13 +24,22 @@ COLUMNS: tuple[report.Column, ...] = (
 
 
 def register(subparsers: Any) -> None:
-    parser = subparsers.add_parser("fanout", help="one buffer to many connections")
+    parser = subparsers.add_parser(
+        "fanout",
+        help="one buffer to many connections",
+        description="What it costs to send one buffer to many connections, again and again: by copying, "
+        "zero-copy, and out of registered memory.",
+    )
     parser.add_argument("--connections", type=options.whole(1, 1000), default=100)
     parser.add_argument("--size", type=options.whole(1, 1 << 24), default=256 << 10)
     parser.add_argument("--family", type=int, choices=cases.FAMILIES, default=4)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     options.add_path(parser)
     options.add_common(parser, run)
+
+
+def draw(figure: Any, rows: list[Row]) -> None:
+    report.bars(figure, rows, "mode")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,4 +62,6 @@ def run(args: argparse.Namespace) -> int:
         {"label": case.label, "reason": reason} for case, reason in reasons.items() if reason
     ]
     told["failed"] = [{"label": case.label, "reason": reason} for case, reason in failed]
-    return report.finish(args, told, COLUMNS, ["sends/s: buffers, of all connections together."])
+    return report.finish(
+        args, told, COLUMNS, ["sends/s: buffers, of all connections together."], draw=draw
+    )

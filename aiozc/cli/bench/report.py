@@ -71,7 +71,8 @@ def finish(
     told: dict[str, Any],
     columns: Sequence[Column],
     remarks: Sequence[str] = (),
-    draw: Callable[[Any, list[Row]], None] | None = None,
+    *,
+    draw: Callable[[Any, list[Row]], None],
 ) -> int:
     """Show it all; the exit code: 1 if a row failed, or there is none."""
     if args.json:
@@ -81,7 +82,7 @@ def finish(
     if (
         args.plot and told["rows"]
     ):  # last: what was measured is shown even where no file can be written
-        _plot(args.plot, told, draw or bars)
+        _plot(args.plot, told, draw)
     for row in told["failed"]:
         print(f"failed: {row['label']}: {row['reason']}", file=sys.stderr)
     if not told["rows"]:
@@ -159,11 +160,17 @@ def _plot(file: str, told: dict[str, Any], draw: Callable[[Any, list[Row]], None
         pyplot.close(figure)
 
 
-def bars(figure: Any, rows: list[Row]) -> None:
+# What is drawn of each row: the key, and its axis' name.
+RATE_AND_COST = (("gb_per_s", "GB/s"), ("cpu_s_per_gb", "CPU s per GB"))
+
+
+def bars(
+    figure: Any, rows: list[Row], label: str, keys: Sequence[tuple[str, str]] = RATE_AND_COST
+) -> None:
     """Rate and CPU time of each row, one below the other."""
     figure.set_size_inches(10, 1.5 + 0.3 * len(rows))
-    labels = [row["label"] for row in rows]
-    for number, (key, name) in enumerate((("gb_per_s", "GB/s"), ("cpu_s_per_gb", "CPU s per GB"))):
+    labels = [row[label] for row in rows]
+    for number, (key, name) in enumerate(keys):
         axes = figure.add_subplot(1, 2, number + 1)
         axes.barh(labels, [row[key] for row in rows])
         axes.invert_yaxis()
@@ -172,29 +179,45 @@ def bars(figure: Any, rows: list[Row]) -> None:
             axes.set_yticklabels([])
 
 
-def lines(figure: Any, rows: list[Row]) -> None:
+def lines(
+    figure: Any, rows: list[Row], what: str = "size of a part (best number of parts)"
+) -> None:
     """By size: a picture for each protocol and family, a line for each mode at its best number of parts."""
     groups = sorted({(row["protocol"], row["family"]) for row in rows})
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    colours = {
+        mode: f"C{number % 10}" for number, mode in enumerate(modes)
+    }  # alike in each picture
     figure.set_size_inches(11, 3.5 * len(groups))
     for place, group in enumerate(groups):
         mine = [row for row in rows if (row["protocol"], row["family"]) == group]
-        for number, (key, name) in enumerate(
-            (("gb_per_s", "GB/s"), ("cpu_s_per_gb", "CPU s per GB"))
-        ):
+        sizes = sorted({row["size"] for row in mine})
+        for number, (key, name) in enumerate(RATE_AND_COST):
             axes = figure.add_subplot(len(groups), 2, 2 * place + number + 1)
-            for mode in sorted({row["mode"] for row in mine}):
+            for mode in modes:
                 best: dict[int, float] = {}
                 for row in mine:
                     if row["mode"] == mode:
-                        value, size = row[key], row["size"]
+                        value, count = row[key], row["size"]
                         choose = min if number else max
-                        best[size] = choose(best.get(size, value), value)
-                axes.plot(
-                    sorted(best), [best[size] for size in sorted(best)], marker="o", label=mode
-                )
+                        best[count] = choose(best.get(count, value), value)
+                if best:
+                    axes.plot(
+                        sorted(best),
+                        [best[count] for count in sorted(best)],
+                        marker="o",
+                        label=mode,
+                        color=colours[mode],
+                    )
             axes.set_xscale("log", base=2)
+            named = [f"{count:,}" if count % 1024 else size(count) for count in sizes]
+            axes.set_xticks(sizes, named, fontsize=8)
             axes.set_yscale("log")
-            axes.set_xlabel(f"bytes of a part (best number of parts), {group[0]} IPv{group[1]}")
+            for plain in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                plain(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "1235" else "")
+            axes.tick_params(axis="y", which="both", labelsize=8)
+            axes.grid(axis="y", which="both", linewidth=0.3)
+            axes.set_xlabel(f"{what}, {group[0].upper()} over IPv{group[1]}")
             axes.set_ylabel(name)
             axes.legend(fontsize=7)
 

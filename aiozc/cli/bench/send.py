@@ -24,7 +24,12 @@ COLUMNS: tuple[report.Column, ...] = (
 
 
 def register(subparsers: Any) -> None:
-    parser = subparsers.add_parser("send", help="sizes x protocols x ways to send x parts")
+    parser = subparsers.add_parser(
+        "send",
+        help="sizes x protocols x ways to send x parts",
+        description="What sending costs in every way there is, by sizes, numbers of parts and protocols: some "
+        "200 rows, a few minutes. --sizes, --parts, --protocol, --family and --modes make it short.",
+    )
     number = options.whole
     parser.add_argument("--sizes", nargs="+", type=number(1, 1 << 24), default=list(cases.SIZES))
     parser.add_argument("--parts", nargs="+", type=number(1, 1024), default=list(cases.PARTS))
@@ -79,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         {**dataclasses.asdict(case), "label": case.label, "reason": reason}
         for case, reason in failed
     ]
-    return report.finish(args, told, COLUMNS, remarks(told), report.lines)
+    return report.finish(args, told, COLUMNS, remarks(told), draw=report.lines)
 
 
 def remarks(told: dict[str, Any]) -> list[str]:
