@@ -1,6 +1,7 @@
 """A Starlette application as its users write one, and `/loop`, which tells what the loop below it did.
 
-Served by uvicorn in tests/frameworks and by bench/workloads.py. Nothing here but `/loop` knows of aiozc.
+Served by uvicorn in tests/frameworks and by bench/workloads.py, which asks `/served` how many of the requests
+that it measures were handled. Nothing here but `/loop` knows of aiozc.
 """
 
 from __future__ import annotations
@@ -27,11 +28,17 @@ SMALL = {
 LARGE = {"rows": [hashlib.sha256(b"%d" % i).hexdigest() for i in range(15420)]}  # about 1 MiB
 
 
+class Served:
+    count = 0
+
+
 async def small_json(request: Request) -> Response:
+    Served.count += 1
     return JSONResponse(SMALL)
 
 
 async def large_json(request: Request) -> Response:
+    Served.count += 1
     return JSONResponse(LARGE)
 
 
@@ -40,6 +47,7 @@ async def blob(request: Request) -> Response:
 
 
 async def view(request: Request) -> Response:
+    Served.count += 1
     return Response(memoryview(BLOB))
 
 
@@ -49,6 +57,7 @@ async def in_chunks(size: int) -> AsyncIterator[bytes]:
 
 
 async def chunked(request: Request) -> Response:
+    Served.count += 1
     return StreamingResponse(in_chunks(MIB // 8))
 
 
@@ -61,6 +70,10 @@ async def upload(request: Request) -> Response:
     async for part in request.stream():
         digest.update(part)
     return Response(digest.hexdigest())
+
+
+async def served(request: Request) -> Response:
+    return Response(b"%d" % Served.count)
 
 
 async def loop_below(request: Request) -> Response:
@@ -100,6 +113,7 @@ app = Starlette(
         Route("/halves", halves),
         Route("/upload", upload, methods=["POST"]),
         Route("/loop", loop_below),
+        Route("/served", served),
         WebSocketRoute("/echo", echo),
     ]
 )
