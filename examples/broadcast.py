@@ -57,7 +57,7 @@ async def serve(args: argparse.Namespace) -> None:
         while True:
             with pool.acquire() as frame:  # PoolExhausted: so far behind is an error of the set-up
                 frame[:] = content(number)
-                call = aiozc.broadcast(
+                call = aiozc.broadcast(  # a slice, since `frame` itself ends with this block
                     list(subscribers), frame[:], max_queued=FRAME, on_slow="drop"
                 )
                 task = loop.create_task(call)  # it ends when the slowest has released the frame

@@ -72,7 +72,8 @@ async def serve(args: argparse.Namespace) -> None:
             status = b"206 Partial Content\r\nContent-Range: bytes %d-%d/%d"
             status %= (start, end - 1, weights.size)
         if start >= end:
-            return [b"HTTP/1.1 416 Range Not Satisfiable\r\nContent-Length: 0\r\n\r\n"]
+            size = b"Content-Range: bytes */%d\r\nContent-Length: 0\r\n\r\n" % weights.size
+            return [b"HTTP/1.1 416 Range Not Satisfiable\r\n", size]
         head = b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n" % (status, end - start)
         return [head, *weights.parts(start, end)]
 
