@@ -78,7 +78,9 @@ def check(args: argparse.Namespace, where: Path) -> int:
         "--rootdir",
         where,
         "-o",
-        "markers=slow",
+        "markers=slow\nfaults\ntiming",
+        "-o",
+        "asyncio_default_fixture_loop_scope=function",
         "-m",
         "not slow",
     ]

@@ -93,7 +93,7 @@ def why_not(case: Case) -> str | None:
     if case.mode in ("zc", "zc-registered"):
         found = aiozc.capabilities()
         if found.backend != "uring" or not found.zerocopy:
-            return f"no zero-copy by io_uring here: {found.reason}"
+            return f"no zero-copy by io_uring here: {found.reason} (python -m aiozc doctor says what to do)"
         if case.protocol == "udp" and not hasattr(DatagramTransport, "zc_sendto"):
             return "this version of aiozc has no zc_sendto for datagrams"
         if case.mode == "zc-registered" and not hasattr(aiozc, "BufferPool"):

@@ -64,7 +64,7 @@ def why_not(loop: str) -> str | None:
     if loop == "uvloop" and importlib.util.find_spec("uvloop") is None:
         return "uvloop is not installed: pip install 'aiozc[bench]'"
     if loop == "aiozc-uring" and aiozc.capabilities().backend != "uring":
-        return f"no io_uring here: {aiozc.capabilities().reason}"
+        return f"no io_uring here: {aiozc.capabilities().reason} (python -m aiozc doctor says what to do)"
     return None
 
 

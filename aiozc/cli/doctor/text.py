@@ -69,7 +69,8 @@ def _facts(report: Mapping[str, Any], paint: _Paint) -> Iterator[tuple[str, str]
     limits, test = report["limits"], report["selftest"]
     yield "kernel", f"{report['kernel']} ({report['arch']})"
     yield "python", report["python"]
-    yield "liburing", report["liburing"]
+    # Before 2.4 it does not tell its version.
+    yield "liburing", report["liburing"].replace("running unknown", "running one before 2.4")
     yield "backend", f"{report['backend'] or 'none'}: {report['reason']}"
     yield "features", ", ".join(n for n, has in report["features"].items() if has) or "none"
     if missing := [n for n, has in report["features"].items() if has is False]:
