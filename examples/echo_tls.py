@@ -69,6 +69,8 @@ async def serve(args: argparse.Namespace) -> None:
 
 async def client(args: argparse.Namespace) -> None:
     data = random.Random(args.bytes).randbytes(args.bytes)
+    if not args.cert.exists():
+        raise ValueError(f"no certificate {args.cert}: the server makes it, start that first")
     context = ssl.create_default_context(cafile=str(args.cert))
     reader, writer = await aiozc.open_connection(args.host, args.port, ssl=context)
 

@@ -269,8 +269,25 @@ def test_a_client_that_gets_wrong_data_says_so_and_fails(example: str, backend: 
     assert client.stdout == ""
 
 
+def test_a_tls_client_without_the_certificate_names_it(backend: str, tmp_path: Path) -> None:
+    absent = str(tmp_path / "absent.pem")
+    options = ["--port", "9", "--backend", backend, "--cert", absent]
+    client = subprocess.run(
+        command("echo_tls", "client", *options), capture_output=True, text=True, timeout=LIMIT
+    )
+    assert client.returncode == 1
+    assert client.stderr.startswith(f"error: no certificate {absent}: ")
+
+
 @pytest.mark.parametrize("example", RUNS)
-def test_a_client_without_a_server_fails_with_one_line(example: str, backend: str) -> None:
+def test_a_client_without_a_server_fails_with_one_line(
+    example: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if example == "echo_tls":  # its server makes it on first use, and there is none
+        monkeypatch.syspath_prepend(str(EXAMPLES))
+        import echo_tls
+
+        echo_tls.certificate(Path(f"{FILE}.pem"))
     with socket.socket() as reserved:  # bound but not listening: nobody else can get the port
         reserved.bind(("127.0.0.1", 0))
         client = run_client(example, backend, str(reserved.getsockname()[1]))
