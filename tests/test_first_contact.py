@@ -120,3 +120,12 @@ def test_what_is_no_buffer_is_refused_with_a_remedy_that_fits(obj: Any, told: st
 def test_a_pool_of_no_numbers_is_refused() -> None:
     with pytest.raises(TypeError, match="interpreted as an integer"):
         aiozc.BufferPool(size="64k")  # type: ignore[arg-type]
+
+
+def test_a_reader_that_ends_early_is_no_error_to_speak_of() -> None:
+    # Fails when: `python -m aiozc doctor | head -3` ends with a traceback.
+    command = [sys.executable, "-m", "aiozc", "doctor"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert (process.wait(60), process.stderr.read()) == (141, b"")
