@@ -5,6 +5,7 @@ A demo that calls wrong data right is worth less than none, so most of these tes
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_forbidden import ERRNO, FILTER
 
 LIMIT = 90.0
 SMALL = ["--messages", "50", "--message-bytes", "65536", "--big-bytes", str(8 << 20)]
@@ -83,6 +85,19 @@ def test_forced_zero_copy_pins_and_is_notified(backend: str) -> None:
     else:  # one that met ENOBUFS has none
         assert 0 < int(rows["notifications"]) <= zero_copy
         assert rows["path (of results)"] == "copied: 51"
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS], ids=["EPERM", "ENOSYS"])
+def test_where_io_uring_is_forbidden_the_demo_is_right_by_msg_zerocopy(error: int) -> None:
+    # Case 36. Nobody chose a backend here, and the sender, a child, inherits the filter.
+    code = f"{FILTER}\nfrom aiozc.cli import main\nsys.exit(main({['demo', *SMALL, '--forced']!r}))"
+    result = run("-W", "error", "-c", code, str(ERRNO | error))
+    assert (result.returncode, result.stderr) == (0, "")
+    rows = table(result.stdout)
+    assert (rows["backend"], rows["order and SHA-256"]) == ("epoll", "right")
+    requests, zero_copy = map(int, re.findall(r"\d+", rows["requests"]))
+    assert 0 < zero_copy <= requests
+    assert int(rows["notifications"]) > 0
 
 
 @pytest.mark.parametrize("args", [(), ("--forced",)], ids=["adaptive", "forced"])
