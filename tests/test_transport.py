@@ -777,7 +777,8 @@ def test_a_pause_is_handed_on_to_the_next_protocol(run, family):
         second = Recorder()
         transport.set_protocol(second)
         reader.go()
-        await eventually(lambda: transport.get_write_buffer_size() == 0)
+        # The size is the kernel's view; the call comes with the turn's events, which may be a step later.
+        await eventually(lambda: "resume_writing" in second.calls)
         assert second.calls == ["pause_writing", "resume_writing"]
         transport.close()
         assert_same_stream(content, await reader.aresult())
