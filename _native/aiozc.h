@@ -294,6 +294,10 @@ uint64_t azc_region_add(const char *base, size_t len);
 int azc_region_drop(uint64_t id);
 int azc_region_register(azc_reactor *r, uint64_t id);
 
+/* Memory of a pool; see pages.c. */
+char *azc_map(size_t len, int huge);
+void azc_unmap(char *base, size_t len, int huge);
+
 /* What aiozc._fast calls, for it is another shared object. `owner`: what the caller put into the
  * connection of that token, NULL: it is closed. */
 typedef struct azc_api {

@@ -27,6 +27,7 @@ SOURCES = [
     "table",
     "slab",
     "optable",
+    "pages",
     "regions",
     "sendq",
     "dgramq",

@@ -134,11 +134,9 @@ struct req *req_new(struct conn *c, const struct gathered *g)
     q->zc = g->zc;
     q->ops = q->inline_ops;
     q->cap_ops = REQ_INLINE_OPS;
-    for (uint32_t i = 0; i < g->parts; i++) {
-        azc_op *op = sendq_at(&c->q, i)->op;
-        if (q->n_ops && q->ops[q->n_ops - 1] == op)
-            continue;
-        if (req_add(q, op) < 0) {
+    for (uint32_t i = 0; i < g->parts; i += sendq_at(&c->q, i)->op->parts) {
+        /* What is queued of an operation lies together. */
+        if (req_add(q, sendq_at(&c->q, i)->op) < 0) {
             if (q->ops != q->inline_ops)
                 free(q->ops);
             table_free(&r->reqs, q);

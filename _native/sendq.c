@@ -201,12 +201,16 @@ static void match_region(struct conn *c, struct gathered *g, uint64_t *zc_bytes)
             return; /* one part a request: only large ones are worth it */
     }
     n = regions_prefix(q->iov, most, &found);
+    if (n == g->parts) { /* mostly: all of it */
+        g->region = found;
+        return;
+    }
     for (uint32_t i = 0; i < n; i++) {
         bytes += q->iov[i].iov_len;
         if (wants_zc(sendq_at(q, i)->op))
             zc += q->iov[i].iov_len;
     }
-    if (!n || (n < g->parts && bytes < REGION_CUT))
+    if (bytes < REGION_CUT)
         return;
     g->parts = n;
     g->bytes = bytes;
@@ -308,6 +312,12 @@ void sendq_consume(struct conn *c, uint64_t bytes)
         azc_op *op = sendq_at(q, 0)->op;
         uint32_t whole = 0;
         struct part *p;
+        if (op->kind == OP_USER && op->nbytes - op->sent <= bytes) { /* no need to look at each */
+            bytes -= op->nbytes - op->sent;
+            op->sent = op->nbytes;
+            pop(c, op, op->parts);
+            continue;
+        }
         while (bytes && whole < q->count && (p = sendq_at(q, whole))->op == op) {
             uint64_t n = p->len < bytes ? p->len : bytes;
             op->sent += n;

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _MAX_REGION: int = lib.AZC_REGION_BYTES
 _HUGE = 2 << 20
-_MAP_HUGETLB = 0x40000
+_CACHE_LINE = 64
 
 _REMEDY = {
     errno.EFAULT: "memory of a file mapping, or memory that is only readable, cannot be registered; send it "
@@ -140,28 +140,49 @@ class _Segment:
     """One mapping of a pool. Slices keep it alive; it goes with the last of them."""
 
     def __init__(self, size: int, huge: bool) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         if huge:
             size = -(-size // _HUGE) * _HUGE
-            flags |= _MAP_HUGETLB
-        try:
-            self._map = mmap.mmap(-1, size, flags=flags)
-        except OSError as exc:
+        self.number = 0
+        self._args = size, huge
+        self._mapped = lib.azc_map(size, huge)
+        if self._mapped == ffi.NULL:
+            error = ffi.errno
             if not huge:
-                raise
+                raise OSError(error, f"no {size} bytes for a pool: {os.strerror(error)}")
             raise OSError(
-                exc.errno,
+                error,
                 f"no {size >> 20} MiB of huge pages are free: reserve them (sysctl "
                 f"vm.nr_hugepages={size // _HUGE}), or use huge_pages=False",
-            ) from None
-        self._lock = ffi.from_buffer(self._map)
-        self.address = int(ffi.cast("uintptr_t", self._lock))
-        self.number = _add(self.address, size)
+            )
+        self.address = int(ffi.cast("uintptr_t", self._mapped))
+        # Huge pages with the one behind them, see pages.c.
+        self.number = _add(self.address, size + mmap.PAGESIZE * huge)
 
     def __del__(self) -> None:
         # Out of the list before the mapping goes: its address may be somebody else's next.
-        if getattr(self, "number", 0):
+        if self.number:
             lib.azc_region_drop(self.number)
+        if self._mapped != ffi.NULL:
+            lib.azc_unmap(self._mapped, *self._args)
+
+
+class _Layout:
+    """Where buffers of one size lie in a mapping. They do not share cache lines, and none touches more pages
+    than it must: each page that a part touches is a piece of a packet, which has room for 17."""
+
+    def __init__(self, size: int) -> None:
+        page = mmap.PAGESIZE
+        line = -(-size // _CACHE_LINE) * _CACHE_LINE
+        self.group = max(1, page // line)  # buffers that share a page, or pages
+        self.span = page if line <= page else -(-size // page) * page
+        self._line = line
+
+    def place(self, i: int) -> int:
+        group, within = divmod(i, self.group)
+        return group * self.span + within * self._line
+
+    def bytes(self, count: int) -> int:
+        return -(-count // self.group) * self.span
 
 
 class BufferPool(_Closing):
@@ -195,11 +216,13 @@ class BufferPool(_Closing):
         size, count, max_count = map(operator.index, (size, count, max_count))
         if size < 1 or count < 1 or max_count < count:
             raise ValueError("size and count must be at least 1, and max_count at least count")
-        # Buffers do not share cache lines; large ones do not share pages.
-        align = 4096 if size >= 4096 else 64
-        self._stride = -(-size // align) * align
-        if self._stride > _MAX_REGION:
-            raise ValueError("a buffer cannot be larger than 1 GiB, the kernel's limit of a region")
+        self._layout = _Layout(size)
+        self._most = _MAX_REGION - _HUGE * huge_pages
+        if self._layout.span > self._most:
+            raise ValueError(
+                "a buffer cannot be larger than 1 GiB (with huge pages, 1 GiB - 2 MiB), for the kernel's "
+                "limit of a region"
+            )
         self.size = size
         self._step = count
         self._max = max_count
@@ -215,10 +238,10 @@ class BufferPool(_Closing):
         """More buffers, in regions of at most 1 GiB."""
         left = min(self._step, self._max - self._made)
         while left:
-            n = min(left, _MAX_REGION // self._stride)
-            segment = _Segment(n * self._stride, self._huge)
+            n = min(left, self._most // self._layout.span * self._layout.group)
+            segment = _Segment(self._layout.bytes(n), self._huge)
             self._segments.append(segment)
-            self._free.extend((segment.address + i * self._stride, segment) for i in range(n))
+            self._free.extend((segment.address + self._layout.place(i), segment) for i in range(n))
             self._made += n
             left -= n
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import mmap
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -67,6 +69,35 @@ def test_a_buffer_is_ordinary_writable_memory_of_its_size():
         assert [set(bytes(v)) for v in views] == [{0}, {1}, {2}]
         np.frombuffer(views[0], "u1")[5] = 9
         assert views[0][5] == 9
+
+
+@pytest.mark.parametrize("size", [1, 64, 1200, 2100, 4000, 4096, 5000, 8192])
+def test_a_buffer_touches_no_more_pages_than_it_must(size):
+    # Fails when: buffers lie back to back. Each page of a part is a piece of a packet, which holds 17.
+    pool = aiozc.BufferPool(size=size, count=40)
+    views = [pool.acquire() for _ in range(40)]
+    page = mmap.PAGESIZE
+    starts = sorted(np.frombuffer(view, "u1").ctypes.data for view in views)
+    assert all((at % page + size - 1) // page == (size - 1) // page for at in starts)
+    assert all((a + size - 1) // 64 < b // 64 for a, b in itertools.pairwise(starts))
+    first, last = pool._segments[0].address, pool._segments[0].address + pool._segments[0]._args[0]
+    assert first <= starts[0] and starts[-1] + size <= last
+    if size <= page:
+        pages = len({at // page for at in starts})
+        assert pages == -(-40 // (page // (-(-size // 64) * 64)))  # as many on one page as it holds
+
+
+def test_a_pool_is_never_made_of_transparent_huge_pages():
+    # Fails when: the system may use them. The kernel charges a part of registered huge pages up to 2 MiB.
+    pool = aiozc.BufferPool(size=4 << 20, count=1)
+    address, inside, flags = pool._segments[0].address, False, ""
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            if mapping := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                inside = int(mapping[1], 16) <= address < int(mapping[2], 16)
+            elif inside and line.startswith("VmFlags:"):
+                flags = line
+    assert "nh" in flags.split()
 
 
 @pytest.mark.parametrize("how", ["release", "with", "drop"])

@@ -5,6 +5,8 @@
  * it is a reference alone wherever the exporter has nothing to release (bytes, views of bytes, of
  * an array, of a pool); everything else (bytearray, mmap, array) gets a memoryview of our own,
  * which forbids resizing and closing. Either way the caller may release his own view at once.
+ * The collector does not know of it: it would look at each part again and again, and a cycle
+ * through it ends with the release, which lets go of the parts.
  *
  * Never: copies; lets go of anything before it dies.
  */
@@ -98,12 +100,17 @@ static PyObject *make(PyTypeObject *type, PyObject *data)
 {
     int many = PyList_CheckExact(data) || PyTuple_CheckExact(data);
     Py_ssize_t n = many ? PySequence_Fast_GET_SIZE(data) : 1;
-    Parts *self = (Parts *)type->tp_alloc(type, n);
+    Parts *self = PyObject_NewVar(Parts, type, n);
     if (!self)
         return NULL;
+    self->bytes = 0;
+    memset(refs_of(self), 0, (size_t)n * sizeof(PyObject *));
     for (Py_ssize_t i = 0; i < n; i++) {
-        if (many && i >= PySequence_Fast_GET_SIZE(data))
-            break; /* an exporter's own code shortened the list */
+        if (many && i >= PySequence_Fast_GET_SIZE(data)) {
+            /* An exporter's own code shortened the list. */
+            memset(self->iov + i, 0, (size_t)(n - i) * sizeof(azc_iov));
+            break;
+        }
         PyObject *o = Py_NewRef(many ? PySequence_Fast_GET_ITEM(data, i) : data);
         int rc = lock_one(self, i, o);
         Py_DECREF(o);
@@ -128,18 +135,9 @@ PyObject *parts_make(PyObject *data)
     return make(parts_type, data);
 }
 
-static int parts_traverse(Parts *self, visitproc visit, void *arg)
-{
-    Py_VISIT(Py_TYPE(self));
-    for (Py_ssize_t i = 0; i < Py_SIZE(self); i++)
-        Py_VISIT(refs_of(self)[i]);
-    return 0;
-}
-
 static void parts_dealloc(Parts *self)
 {
     PyTypeObject *type = Py_TYPE(self);
-    PyObject_GC_UnTrack(self);
     for (Py_ssize_t i = 0; i < Py_SIZE(self); i++)
         Py_XDECREF(refs_of(self)[i]);
     type->tp_free(self);
@@ -278,19 +276,14 @@ static PyMemberDef parts_members[] = {
 };
 
 static PyType_Slot parts_slots[] = {
-    {Py_tp_new, parts_new},
-    {Py_tp_traverse, parts_traverse},
-    {Py_tp_dealloc, parts_dealloc},
-    {Py_tp_methods, parts_methods},
-    {Py_tp_members, parts_members},
-    {Py_sq_length, parts_len},
-    {0, NULL},
+    {Py_tp_new, parts_new},         {Py_tp_dealloc, parts_dealloc}, {Py_tp_methods, parts_methods},
+    {Py_tp_members, parts_members}, {Py_sq_length, parts_len},      {0, NULL},
 };
 
 PyType_Spec parts_spec = {
     .name = "aiozc._fast.Parts",
     .basicsize = sizeof(Parts),
     .itemsize = sizeof(azc_iov) + sizeof(PyObject *),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .flags = Py_TPFLAGS_DEFAULT,
     .slots = parts_slots,
 };

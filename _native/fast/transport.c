@@ -16,6 +16,9 @@
  * the cache. Pinned, each needs new memory, and the heap grows and is trimmed: 32 page faults for
  * 128 KiB. */
 #define ONCE_BYTES (256 << 10)
+/* Of one call of zc_sendto; datagram.py says why. */
+#define MAX_SEGMENT 65507
+#define MAX_SEGMENTS 128
 
 static Py_ssize_t base_size;
 PyTypeObject *transport_type;
@@ -144,10 +147,11 @@ static PyObject *tr_write(PyObject *self, PyObject *data)
  * Python (reactor.checked): look at the transport afterwards. */
 static PyObject *prepare(PyObject *self, PyObject *class, PyObject *parts)
 {
-    PyObject *loop = PyObject_GetAttr(self, n__loop), *reactor = PyObject_GetAttr(self, n__reactor);
-    PyObject *keep = NULL;
-    if (loop && reactor)
-        keep = checked_type ? call1(reactor, n_checked, parts) : Py_NewRef(parts);
+    struct fields *f = fields_of(self);
+    if (!f->loop || !f->reactor)
+        return PyErr_Format(PyExc_AttributeError, "the transport has no loop");
+    PyObject *loop = Py_NewRef(f->loop), *reactor = Py_NewRef(f->reactor);
+    PyObject *keep = checked_type ? call1(reactor, n_checked, parts) : Py_NewRef(parts);
     PyObject *op = keep ? operation_new(class, loop, reactor, keep) : NULL;
     Py_XDECREF(keep);
     Py_XDECREF(loop);
@@ -265,37 +269,53 @@ static PyObject *known_name(struct fields *f, PyObject *addr)
     return name && PyBytes_CheckExact(name) ? name : NULL;
 }
 
-/* zc_sendto(data, addr=None, segment_size=None): one datagram of one buffer to a known address is
- * queued here. */
+/* segment_size where it is what it should be, 0: none; -1: Python has to look. Of a socket that
+ * sends zero-copy it is known that it is UDP's. */
+static int known_segment(struct fields *f, PyObject *segment)
+{
+    if (segment == Py_None)
+        return 0;
+    if (!PyLong_CheckExact(segment) || !f->conn || !f->conn->zc_ok)
+        return -1;
+    long n = PyLong_AsLong(segment);
+    if (n < 1 || n > MAX_SEGMENT) {
+        PyErr_Clear();
+        return -1;
+    }
+    return (int)n;
+}
+
+/* zc_sendto(data, addr=None, segment_size=None): one buffer to a known address is queued here. */
 static PyObject *zc_sendto(PyObject *self, PyObject *const *args, Py_ssize_t n, PyObject *kwnames)
 {
     PyObject *data = n ? args[0] : NULL, *addr = n > 1 ? args[1] : Py_None;
-    PyObject *segment = n > 2 ? args[2] : Py_None;
-    int odd = n < 1 || n > 3;
+    PyObject *asked = n > 2 ? args[2] : Py_None, *name = NULL, *op = NULL;
+    int odd = n < 1 || n > 3, segment = 0;
     for (Py_ssize_t i = 0; kwnames && i < PyTuple_GET_SIZE(kwnames); i++) {
         PyObject *key = PyTuple_GET_ITEM(kwnames, i);
         if (key == n_addr && n < 2)
             addr = args[n + i];
         else if (key == n_segment_size && n < 3)
-            segment = args[n + i];
+            asked = args[n + i];
         else
             odd = 1;
     }
-    PyObject *name =
-        odd || segment != Py_None || PyList_CheckExact(data) || PyTuple_CheckExact(data)
-            ? NULL
-            : known_name(fields_of(self), addr);
-    if (!name) {
-        PyObject *method = PyObject_GetAttr(self, n__zc_sendto);
-        PyObject *op = method ? PyObject_Vectorcall(method, args, (size_t)n, kwnames) : NULL;
-        Py_XDECREF(method);
-        return op;
+    if (!odd && !PyList_CheckExact(data) && !PyTuple_CheckExact(data) &&
+        (segment = known_segment(fields_of(self), asked)) >= 0)
+        name = Py_XNewRef(known_name(fields_of(self), addr));
+    if (name) {
+        PyObject *parts = parts_make(data);
+        int fits = parts && (!segment || parts_bytes(parts) <= (size_t)segment * MAX_SEGMENTS);
+        if (fits)
+            op = queue_datagram(self, parts, name, segment);
+        Py_XDECREF(parts);
+        Py_DECREF(name);
+        if (fits || !parts)
+            return op;
     }
-    Py_INCREF(name);
-    PyObject *parts = parts_make(data);
-    PyObject *op = parts ? queue_datagram(self, parts, name, 0) : NULL;
-    Py_XDECREF(parts);
-    Py_DECREF(name);
+    PyObject *method = PyObject_GetAttr(self, n__zc_sendto);
+    op = method ? PyObject_Vectorcall(method, args, (size_t)n, kwnames) : NULL;
+    Py_XDECREF(method);
     return op;
 }
 
