@@ -48,7 +48,7 @@ SOURCES = [
     "probe",
 ]  # and, with AIOZC_FAULTS=1, "faults"
 FAST = ["module", "turn", "events", "schedule", "handle", "ready", "timers"]
-FAST += ["transport", "life", "accept", "operation", "parts", "slot"]
+FAST += ["transport", "life", "accept", "operation", "stage", "parts", "slot"]
 NEEDS = (2, 3)
 REMEDY = "install it with: apt-get install gcc pkg-config liburing-dev python3-dev"
 

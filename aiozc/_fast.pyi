@@ -1,10 +1,12 @@
 """The native part that runs once an event; made from _native/fast/. `make stubs` compares the two."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeVar, final
 
 from typing_extensions import disjoint_base  # for type checkers alone: nothing imports a stub
+
+from .operation import Result
 
 _T = TypeVar("_T")
 
@@ -99,6 +101,17 @@ class Acceptor:
     _family: int
     _same_here: bool
 
+@final
+class Stage:
+    def __new__(cls, op: Operation, is_sent: bool, /) -> Stage: ...
+    def done(self) -> bool: ...
+    def __await__(self) -> Generator[Any, None, Result]: ...
+
+@final
+class Answer:
+    def __iter__(self) -> Answer: ...
+    def __next__(self) -> Any: ...
+
 @disjoint_base
 class Operation:
     nbytes: int
@@ -109,6 +122,7 @@ class Operation:
     _error: int
     _path: int
     _state: int
+    def __await__(self) -> Generator[Any, None, Result]: ...
     @property
     def bytes_sent(self) -> int: ...
     @property

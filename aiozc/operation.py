@@ -86,36 +86,7 @@ def path_name(bits: int) -> str:
     return _PATHS.get(bits, "unknown")
 
 
-class Stage:
-    """`op.sent` or `op.released`: any number of tasks may await it; cancelling one touches no other."""
-
-    __slots__ = ("_is_sent", "_op")
-
-    def __init__(self, op: Operation, is_sent: bool) -> None:
-        self._op = op
-        self._is_sent = is_sent
-
-    def done(self) -> bool:
-        """Whether awaiting it would not wait."""
-        return self._op._sent_done() if self._is_sent else self._op._free
-
-    def __await__(self) -> Generator[Any, None, Result]:
-        op = self._op
-        if op._free and not self._is_sent:  # mostly, where many are awaited in turn
-            return op._outcome(False)
-        while not self.done():
-            waiter = op._loop.create_future()
-            if self._is_sent:
-                op._want_sent()
-            if op._waiters is None:
-                op._waiters = []
-            op._waiters.append((self._is_sent, waiter))
-            yield from waiter
-        return op._outcome(self._is_sent)
-
-    def __repr__(self) -> str:
-        name = "sent" if self._is_sent else "released"
-        return f"<{name} of {self._op!r}: {'done' if self.done() else 'pending'}>"
+Stage = _fast.Stage
 
 
 class Operation(_fast.Operation):
@@ -184,9 +155,6 @@ class Operation(_fast.Operation):
         """Awaitable: the kernel reads the memory no more. Raises like `sent`, once that is true."""
         return Stage(self, False)
 
-    def __await__(self) -> Generator[Any, None, Result]:
-        return self.released.__await__()
-
     def withdraw(self) -> bool:
         """Take it out of the queue. True only if no byte of it was issued; nothing of it is sent then."""
         token, reactor = self._token, self._reactor
@@ -209,10 +177,19 @@ class Operation(_fast.Operation):
             self._waiters.append((False, listener))
         return not self._free
 
-    # -- for Stage --
+    # -- for _native/fast/stage.c --
 
-    def _sent_done(self) -> bool:
-        return self._state_now >= _SENT
+    def _waited(self, of_sent: bool) -> Generator[Any, None, Result]:
+        """What awaiting a stage is that has not come yet."""
+        while not (self._state_now >= _SENT if of_sent else self._free):
+            waiter = self._loop.create_future()
+            if of_sent:
+                self._want_sent()
+            if self._waiters is None:
+                self._waiters = []
+            self._waiters.append((of_sent, waiter))
+            yield from waiter
+        return self._outcome(of_sent)
 
     def _outcome(self, of_sent: bool) -> Result:
         if of_sent and self._state_now == _WITHDRAWN:

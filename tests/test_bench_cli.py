@@ -43,12 +43,13 @@ FIELDS = {
     "sends_per_s": float,
     "gb_per_s": float,
     "cpu_s_per_gb": float,
+    "user_us_per_send": float,
     "segments": (int, type(None)),
     "parts_per_request": (float, type(None)),
     "notifications": (int, type(None)),
     "peak_pinned": (int, type(None)),
 }
-ALL_MODES = (*cases.MODES, cases.REFERENCE)
+ALL_MODES = (*cases.MODES, cases.REFERENCE, cases.CEILING)
 zero_copy = pytest.mark.skipif(
     not aiozc.capabilities().zerocopy, reason=f"no zero-copy here: {aiozc.capabilities().reason}"
 )
@@ -416,6 +417,10 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_runs(
     assert said == "error: --plot needs matplotlib: pip install 'aiozc[bench]'\n"
 
 
+def test_a_ceiling_that_nobody_verifies_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--ceiling needs --path sink" in refused(capsys, 1, "send", "--ceiling")
+
+
 def test_a_reference_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, 1, "send", "--reference", "/nonexistent/send-zerocopy")
     assert "error: --reference /nonexistent/send-zerocopy: no such program" in said
@@ -486,8 +491,10 @@ def namespaces(pid: int) -> list[str]:
 def test_the_sink_does_not_copy_and_leaves_nothing_behind() -> None:
     before = set(os.listdir("/run/netns")) if os.path.isdir("/run/netns") else set()
     args = ["--sizes", "8000", "--parts", "4", "--modes", "copy", "msg-zerocopy", "zc"]
-    document = told(bench("send", "--path", "sink", *args, "--json", *SHORT))
+    document = told(bench("send", "--path", "sink", *args, "--ceiling", "--json", *SHORT))
     rows = {(row["protocol"], row["family"], row["mode"]): row for row in document["rows"]}
+    assert all(rows["tcp", family, "c-gather"]["parts_per_request"] == 32 * 4 for family in (4, 6))
+    assert ("udp", 4, "c-gather") not in rows
     for protocol in ("tcp", "udp"):
         for family in (4, 6):
             assert rows[protocol, family, "copy"]["kernel_path"] == "copied"

@@ -62,6 +62,8 @@ extern const azc_api *api; /* the reactor's functions; set once by bind() */
     X(_on_sent)                                                                                    \
     X(_look)                                                                                       \
     X(_wake)                                                                                       \
+    X(_waited)                                                                                     \
+    X(_outcome)                                                                                    \
     X(_loop)                                                                                       \
     X(_reactor)                                                                                    \
     X(_zc_write)                                                                                   \
@@ -176,6 +178,14 @@ PyObject *operation_new(PyObject *type, PyObject *loop, PyObject *reactor, PyObj
 void operation_start(PyObject *op, azc_conn *conn, azc_op *native);
 int operation_finish(PyObject *op, int error, int path);
 int operation_settle(PyObject *op, PyObject *held);
+int operation_done(PyObject *op, int of_sent);
+PyObject *operation_outcome(PyObject *op, int of_sent);
+
+/* ---- stage.c ---- */
+
+extern PyTypeObject *stage_type, *answer_type;
+extern PyType_Spec stage_spec, answer_spec;
+PyObject *stage_await(PyObject *op, int is_sent);
 
 /* ---- parts.c ---- */
 

@@ -149,11 +149,14 @@ PyMODINIT_FUNC PyInit__fast(void)
     ready_type = (PyTypeObject *)PyType_FromSpec(&ready_spec);
     operation_base = (PyTypeObject *)PyType_FromSpec(&operation_spec);
     acceptor_type = (PyTypeObject *)PyType_FromSpec(&acceptor_spec);
+    stage_type = (PyTypeObject *)PyType_FromSpec(&stage_spec);
+    answer_type = (PyTypeObject *)PyType_FromSpec(&answer_spec);
     only_loop = PyTuple_Pack(1, n_loop);
     only_context = PyTuple_Pack(1, n_context);
     PyTypeObject *slot = (PyTypeObject *)PyType_FromSpec(&slot_spec);
-    PyTypeObject *types[] = {core_type,      parts_type,    ready_type,          slot,
-                             operation_base, acceptor_type, scheduler_new_type()};
+    PyTypeObject *types[] = {core_type,  parts_type,     ready_type,
+                             slot,       operation_base, acceptor_type,
+                             stage_type, answer_type,    scheduler_new_type()};
     int ok = module && only_loop && only_context;
     for (size_t i = 0; ok && i < sizeof types / sizeof *types; i++)
         ok = types[i] && PyModule_AddType(module, types[i]) == 0;

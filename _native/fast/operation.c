@@ -24,6 +24,8 @@ typedef struct {
     char free; /* the kernel reads the memory no more */
 } Op;
 
+#define RESULTS 61 /* that are kept */
+
 PyTypeObject *operation_base;
 PyObject *operation_class; /* aiozc.Operation */
 
@@ -210,6 +212,48 @@ static PyObject *get_token(Op *self, void *closure)
     return PyLong_FromUnsignedLongLong(self->native ? self->native->token : 0);
 }
 
+/* ---- what is awaited ---- */
+
+int operation_done(PyObject *o, int of_sent)
+{
+    Op *self = (Op *)o;
+    if (!of_sent)
+        return self->free;
+    return (self->native ? self->native->state : self->state) >= AZC_SENT;
+}
+
+/* The Result, or the exception. Those of operations without an error are kept, by what they say. */
+PyObject *operation_outcome(PyObject *o, int of_sent)
+{
+    static struct {
+        PyObject *result;
+        unsigned long long sent;
+        int path;
+    } known[RESULTS];
+    Op *self = (Op *)o;
+    const azc_op *n = self->native;
+    unsigned long long sent = n ? n->sent : self->sent;
+    int path = n ? n->path : self->path, state = n ? n->state : self->state;
+    PyObject *of = of_sent ? Py_True : Py_False;
+    if ((n ? n->error : self->error) || (state != AZC_SENT && state != AZC_RELEASED))
+        return call1(o, n__outcome, of);
+    size_t at = (size_t)(sent * 31 + (unsigned)path) % RESULTS;
+    if (known[at].result && known[at].sent == sent && known[at].path == path)
+        return Py_NewRef(known[at].result);
+    PyObject *result = call1(o, n__outcome, of);
+    if (result) {
+        known[at].sent = sent;
+        known[at].path = path;
+        Py_XSETREF(known[at].result, Py_NewRef(result));
+    }
+    return result;
+}
+
+static PyObject *op_await(PyObject *self)
+{
+    return stage_await(self, 0);
+}
+
 /* ---- the type ---- */
 
 static int op_traverse(Op *self, visitproc visit, void *arg)
@@ -275,10 +319,9 @@ static PyGetSetDef op_getset[] = {
 };
 
 static PyType_Slot op_slots[] = {
-    {Py_tp_new, PyType_GenericNew}, {Py_tp_traverse, op_traverse},
-    {Py_tp_clear, op_clear},        {Py_tp_dealloc, op_dealloc},
-    {Py_tp_methods, op_methods},    {Py_tp_members, op_members},
-    {Py_tp_getset, op_getset},      {0, NULL},
+    {Py_tp_new, PyType_GenericNew}, {Py_tp_traverse, op_traverse}, {Py_am_await, op_await},
+    {Py_tp_clear, op_clear},        {Py_tp_dealloc, op_dealloc},   {Py_tp_methods, op_methods},
+    {Py_tp_members, op_members},    {Py_tp_getset, op_getset},     {0, NULL},
 };
 
 PyType_Spec operation_spec = {

@@ -44,7 +44,7 @@ def run(job: Job) -> Result:
         throttle = sockets.Throttle(job)
         device = sockets.Dropped(job) if job.device else None
         nbytes = requests = 0
-        cpu, start = sockets.cpu_seconds(), time.monotonic()
+        cpu, start = sockets.Cpu(), time.monotonic()
         end = start + job.seconds
         for group in itertools.cycle(groups):
             nbytes += send(group)
@@ -64,7 +64,8 @@ def run(job: Job) -> Result:
             sends=nbytes // job.size,
             requests=requests,
             seconds=time.monotonic() - start,
-            cpu=sockets.cpu_seconds() - cpu,
+            cpu=cpu.total(),
+            user=cpu.user(),
             parts_per_request=float(job.parts),
             engine="bare sockets",
         )

@@ -20,6 +20,7 @@ PROTOCOLS = ("tcp", "udp")
 FAMILIES = (4, 6)
 MODES = ("copy", "gather-copy", "msg-zerocopy", "zc", "zc-epoll", "zc-registered", "sendfile")
 REFERENCE = "reference"
+CEILING = "c-gather"
 SENDFILE_LEAST = 65536
 # Payload of a datagram that leaves a device of 65,535 bytes MTU in one piece; fragments are copied.
 UDP_MOST = {4: 65507, 6: 65487}
@@ -82,12 +83,14 @@ def why_not(case: Case) -> str | None:
         return "this machine has no IPv6 address ::1"
     if case.protocol == "udp":
         most = UDP_MOST[case.family]
-        if case.mode != REFERENCE and case.size * case.parts > most:
+        if case.mode not in (REFERENCE, CEILING) and case.size * case.parts > most:
             return f"one UDP request holds at most {most} bytes"
         if case.size > most:
             return f"a datagram holds at most {most} bytes"
         if case.parts > UDP_SEGMENTS and case.mode != REFERENCE:
             return f"one UDP request holds at most {UDP_SEGMENTS} datagrams"
+    if case.mode == CEILING and case.protocol != "tcp":
+        return "the C program sends TCP"
     if case.mode == "zc-epoll" and not aiozc.capabilities().features["msg_zerocopy"]:
         return "no MSG_ZEROCOPY here"
     if case.mode in ("zc", "zc-registered"):

@@ -94,7 +94,7 @@ async def _stream(job: Job) -> Result:
     _reader, writer = await aiozc.open_connection(job.address, job.port)
     sock = writer.get_extra_info("socket")
     nbytes, calls = 0, 0
-    cpu, start = sockets.cpu_seconds(), time.monotonic()
+    cpu, start = sockets.Cpu(), time.monotonic()
     end = start + job.seconds
     for group in groups:
         writer.zc_submit(group)
@@ -126,7 +126,7 @@ async def _datagrams(job: Job) -> Result:
     most = max(1, _window(job) // (job.parts * job.size))
     waiting: collections.deque[Any] = collections.deque()
     nbytes, calls = 0, 0
-    cpu, start = sockets.cpu_seconds(), time.monotonic()
+    cpu, start = sockets.Cpu(), time.monotonic()
     end = start + job.seconds
     for group in groups:
         waiting.append(zc_sendto(group, None, segment))
@@ -164,7 +164,7 @@ async def _fan_out(job: Job) -> Result:
     socks = [writer.get_extra_info("socket") for writer in writers]
     forced = job.mode in _ZERO_COPY
     times = 0
-    cpu, start = sockets.cpu_seconds(), time.monotonic()
+    cpu, start = sockets.Cpu(), time.monotonic()
     end = start + job.seconds
     while times == 0 or time.monotonic() < end:
         for writer in writers:
@@ -189,7 +189,7 @@ async def _fan_out(job: Job) -> Result:
     return result
 
 
-def _result(job: Job, nbytes: int, cpu: float, start: float) -> Result:
+def _result(job: Job, nbytes: int, cpu: sockets.Cpu, start: float) -> Result:
     stats = _loop().zc_stats()
     copied = stats.requests - stats.zc_requests if job.mode in _ZERO_COPY else 0
     return Result(
@@ -197,7 +197,8 @@ def _result(job: Job, nbytes: int, cpu: float, start: float) -> Result:
         sends=nbytes // job.size,
         requests=stats.requests,
         seconds=time.monotonic() - start,
-        cpu=sockets.cpu_seconds() - cpu,
+        cpu=cpu.total(),
+        user=cpu.user(),
         parts_per_request=stats.parts_per_request,
         notifications=stats.notifications,
         peak_pinned=stats.pinned_peak,

@@ -36,7 +36,8 @@ class Job:
 @dataclass(slots=True)
 class Result:
     """nbytes: handed over. arrived: what the sender knows to have arrived (acknowledged, or counted by
-    the device); -1: it cannot know, and the receiver is asked. cpu: seconds, user and system. path: what
+    the device); -1: it cannot know, and the receiver is asked. cpu: seconds, user and system; user: of
+    them, by the timer tick, so of long runs, or medians of several. path: what
     the kernel said about copying: "zero-copy", "copied", "mixed", "unknown".
     """
 
@@ -45,6 +46,7 @@ class Result:
     requests: int
     seconds: float
     cpu: float
+    user: float = 0.0
     arrived: int = -1
     segments: int | None = None
     parts_per_request: float | None = None

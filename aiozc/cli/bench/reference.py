@@ -56,6 +56,7 @@ def measure(binary: str, path: Path, case: Case, seconds: float) -> Row:
         "sends_per_s": float(per_second),
         "gb_per_s": per_second * case.size / 1e9,
         "cpu_s_per_gb": cpu / (sends * case.size / 1e9),
+        "user_us_per_send": (after.ru_utime - before.ru_utime) * 1e6 / sends,
         "segments": None,
         "requests": sends,
         "parts_per_request": 1.0,

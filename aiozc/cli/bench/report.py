@@ -247,6 +247,7 @@ FIGURES: tuple[Column, ...] = (
     ("sends/s", lambda row: rate(row["sends_per_s"])),
     ("GB/s", lambda row: short(row["gb_per_s"])),
     ("CPU s/GB", lambda row: short(row["cpu_s_per_gb"])),
+    ("user us/part", lambda row: short(row["user_us_per_send"])),
     ("segments", lambda row: rate(row["segments"])),
     ("parts/req", lambda row: short(row["parts_per_request"])),
     ("notif.", lambda row: rate(row["notifications"])),

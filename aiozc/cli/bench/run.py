@@ -122,6 +122,7 @@ def row_of(case: Case, result: Result) -> Row:
         "sends_per_s": result.sends / result.seconds,
         "gb_per_s": gigabytes / result.seconds,
         "cpu_s_per_gb": result.cpu / gigabytes,
+        "user_us_per_send": result.user * 1e6 / result.sends,
         "segments": result.segments,
         "requests": result.requests,
         "parts_per_request": result.parts_per_request,

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import tempfile
 from typing import Any
 
-from aiozc.cli.bench import cases, options, reference, report
+from aiozc.cli.bench import cases, ceiling, options, reference, report
 from aiozc.cli.bench.cases import Case
+from aiozc.cli.bench.errors import BenchError
 from aiozc.cli.bench.path import open_path
 from aiozc.cli.bench.run import Row, rounds, row_of, run_sender
 
@@ -49,23 +51,39 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--reference", metavar="BINARY", help="liburing's send-zerocopy, run in the same rounds"
     )
+    parser.add_argument(
+        "--ceiling",
+        action="store_true",
+        help="a C program that gathers registered memory and does nothing else, in the same rounds "
+        "(TCP, --path sink; needs gcc)",
+    )
     options.add_path(parser)
     options.add_common(parser, run)
 
 
 def run(args: argparse.Namespace) -> int:
     binary = reference.check(args.reference) if args.reference else ""
+    if args.ceiling and args.path != "sink":
+        raise BenchError("--ceiling needs --path sink: nobody compares its bytes")
     modes = [*args.modes, *([cases.REFERENCE] if binary else [])]
+    modes += [cases.CEILING] if args.ceiling else []
     # Each once, in the order given.
     axes = (args.sizes, args.parts, args.protocol, args.family, modes)
     wanted = list(cases.matrix(*(list(dict.fromkeys(values)) for values in axes)))
     reasons = {case: cases.why_not(case) for case in wanted}
     todo = [case for case in wanted if reasons[case] is None]
-    with open_path(args.path) as path, report.progress(len(todo) * args.rounds) as show:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        open_path(args.path) as path,
+        report.progress(len(todo) * args.rounds) as show,
+    ):
+        program = ceiling.build(directory) if args.ceiling else ""
 
         def measure(case: Case) -> Row:
             if case.mode == cases.REFERENCE:
                 row = reference.measure(binary, path, case, args.seconds)
+            elif case.mode == cases.CEILING:
+                row = ceiling.measure(program, path, case, args.seconds, args.window)
             else:
                 data = cases.pattern(case.size, case.parts)
                 result = run_sender(path, case, data, args.seconds, window=args.window)

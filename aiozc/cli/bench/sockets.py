@@ -68,9 +68,18 @@ class Dropped:
         return self._bytes() - self._before - requests * self._headers
 
 
-def cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+class Cpu:
+    """CPU time of this process since this was made."""
+
+    def __init__(self) -> None:
+        self._start = resource.getrusage(resource.RUSAGE_SELF)
+
+    def user(self) -> float:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_utime - self._start.ru_utime
+
+    def total(self) -> float:
+        now = resource.getrusage(resource.RUSAGE_SELF)
+        return now.ru_utime + now.ru_stime - self._start.ru_utime - self._start.ru_stime
 
 
 class Throttle:
