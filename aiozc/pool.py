@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Self
 from . import _fast
 from ._reactor_c import ffi, lib
 from .buffers import export
+from .hugepages import HUGE, all_huge
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from .reactor import Reactor
 
 _MAX_REGION: int = lib.AZC_REGION_BYTES
-_HUGE = 2 << 20
 _CACHE_LINE = 64
 
 _REMEDY = {
@@ -89,6 +89,9 @@ class Region(_Closing):
 
     The object is locked (a bytearray cannot be resized) until `close()`. After that, what was sent from
     it is still safe: each operation holds the object itself.
+
+    Memory of nothing but huge pages is not kept registered, for the kernel makes that much dearer to send;
+    it is sent as any other memory is.
     """
 
     def __init__(self, obj: Any) -> None:
@@ -100,25 +103,40 @@ class Region(_Closing):
                 f"a region has 1 byte to 1 GiB, not {self.nbytes}; register slices of it: "
                 "memoryview(obj)[a:b]"
             )
-        self._number = _add(int(ffi.cast("uintptr_t", self._lock)), self.nbytes)
+        self._address = int(ffi.cast("uintptr_t", self._lock))
+        self._number = _add(self._address, self.nbytes)
 
     @property
     def closed(self) -> bool:
-        return not self._number
+        return self._lock is None
+
+    @property
+    def registered(self) -> bool:
+        """False: it is closed, or it is made of huge pages."""
+        return bool(self._number)
 
     def close(self) -> None:
         """Not registered any more, and unlocked. Idempotent."""
+        self._drop()
+        self._lock = None
+
+    def _drop(self) -> None:
         number, self._number = self._number, 0
         if number:
             lib.azc_region_drop(number)
-            self._lock = None
+
+    def _review(self) -> None:
+        """Now that the kernel has seen it, so all its pages are there."""
+        if all_huge(self._address, self.nbytes):
+            self._drop()
 
     def __del__(self) -> None:
         if getattr(self, "_number", 0):  # 0, too, when __init__ raised
             self.close()
 
     def __repr__(self) -> str:
-        return f"<aiozc.Region of {self.nbytes} bytes{', closed' if self.closed else ''}>"
+        state = "" if self._number else ", closed" if self.closed else ", of huge pages"
+        return f"<aiozc.Region of {self.nbytes} bytes{state}>"
 
 
 def register_buffer(reactor: Reactor, obj: Any) -> Region | None:
@@ -133,6 +151,7 @@ def register_buffer(reactor: Reactor, obj: Any) -> Region | None:
     except OSError:
         region.close()
         raise
+    region._review()
     return region
 
 
@@ -141,7 +160,7 @@ class _Segment:
 
     def __init__(self, size: int, huge: bool) -> None:
         if huge:
-            size = -(-size // _HUGE) * _HUGE
+            size = -(-size // HUGE) * HUGE
         self.number = 0
         self._args = size, huge
         self._mapped = lib.azc_map(size, huge)
@@ -152,7 +171,7 @@ class _Segment:
             raise OSError(
                 error,
                 f"no {size >> 20} MiB of huge pages are free: reserve them (sysctl "
-                f"vm.nr_hugepages={size // _HUGE}), or use huge_pages=False",
+                f"vm.nr_hugepages={size // HUGE}), or use huge_pages=False",
             )
         self.address = int(ffi.cast("uintptr_t", self._mapped))
         # Huge pages with the one behind them, see pages.c.
@@ -217,7 +236,7 @@ class BufferPool(_Closing):
         if size < 1 or count < 1 or max_count < count:
             raise ValueError("size and count must be at least 1, and max_count at least count")
         self._layout = _Layout(size)
-        self._most = _MAX_REGION - _HUGE * huge_pages
+        self._most = _MAX_REGION - HUGE * huge_pages
         if self._layout.span > self._most:
             raise ValueError(
                 "a buffer cannot be larger than 1 GiB (with huge pages, 1 GiB - 2 MiB), for the kernel's "

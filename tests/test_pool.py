@@ -29,6 +29,7 @@ from support import (
 )
 
 import aiozc
+from aiozc import hugepages
 from aiozc import pool as pool_module
 
 BACKENDS = ["uring", "epoll"]
@@ -522,6 +523,30 @@ def test_a_bad_region_is_refused_in_the_call(backend):
         large.close()  # nothing kept a lock
 
     run(main(), backend)
+
+
+def test_memory_of_huge_pages_alone_is_sent_unregistered():
+    # Fails when: it is registered. The kernel charges a part with all that lies before it in its huge page.
+    memory = mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    memory[:] = bytes(4 << 20)
+    view = memoryview(memory)
+    if not hugepages.all_huge(np.frombuffer(view, "u1").ctypes.data, len(view)):
+        pytest.skip("the system gave no huge pages")
+
+    async def main():
+        with asyncio.get_running_loop().register_buffer(memory) as region:
+            assert not region.registered and not region.closed and "huge" in repr(region)
+            async with stalled(rcvbuf=None) as (peer, writer):
+                op = writer.zc_submit(view[: 64 * KIB])
+                assert await peer.take(64 * KIB) == bytes(64 * KIB)
+                await soon(op.released)
+            assert stats().zc_requests >= 1 and stats().fixed_requests == 0
+        assert region.closed
+
+    run(main())
+    view.release()
+    memory.close()
 
 
 def test_too_many_regions_are_told():
