@@ -8,18 +8,22 @@ root, and says what is missing). One process a run (serving_child.py), pinned to
 sink costs is the other core's. Rounds are interleaved, medians shown. A run counts only if the peer
 acknowledged every byte.
 
+`--path loopback` compares aiozc with itself where nothing can be saved: as it comes, and told to copy.
+
 Owns: which ways there are, and the tables.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +54,31 @@ WAYS = {
     "aiozc broadcast": (262144,),
     "aiozc broadcast-pool": (262144,),
 }
+# On loopback: "copying" is aiozc with zerocopy="off", which everything is compared with.
+HERE = {
+    "copying write": SIZES[1:],
+    "aiozc write": SIZES[1:],
+    "copying send": SIZES[1:],
+    "aiozc send": SIZES[1:],
+}
+READER = """
+import os, socket, sys, threading
+os.sched_setaffinity(0, {int(sys.argv[1])})
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+def read(sock):
+    into = bytearray(1 << 20)
+    while sock.recv_into(into):
+        pass
+while True:
+    threading.Thread(target=read, args=(listener.accept()[0],), daemon=True).start()
+"""
 
 
 def measure(way: str, size: int, seconds: float, given: dict[str, Any]) -> dict[str, float]:
     core = min(os.sched_getaffinity(0))
-    command = ["ip", "netns", "exec", given["namespace"], sys.executable, str(CHILD)]
+    within = ["ip", "netns", "exec", given["namespace"]] if given["namespace"] else []
+    command = [*within, sys.executable, str(CHILD)]
     command += [
         *way.split(),
         str(size),
@@ -70,13 +94,30 @@ def measure(way: str, size: int, seconds: float, given: dict[str, Any]) -> dict[
     return figures
 
 
-def baseline(way: str) -> str:
+@contextlib.contextmanager
+def loopback(core: int) -> Iterator[dict[str, Any]]:
+    """Somebody who reads and forgets, on another core."""
+    command = [sys.executable, "-c", READER, str(core)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        try:
+            port = int(reader.stdout.readline())
+            yield {"namespace": "", "tcp": {"4": "127.0.0.1"}, "port": port}
+        finally:
+            reader.kill()
+
+
+def baseline(way: str, path: str) -> str:
+    if path == "loopback":
+        return f"copying {way.split()[1]}"
     return "uvloop fan" if "fan" in way or "broadcast" in way else BASELINE
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    found = Table(title="CPU seconds a GB into a path that does not copy")
-    for heading in ("size", "way", "GB/s", "CPU s/GB", "/uvloop", "user", "system", "rounds"):
+def table(rows: list[dict[str, Any]], path: str) -> Table:
+    here = path == "loopback"
+    found = Table(title=f"CPU seconds a GB, {path if here else 'into a path that does not copy'}")
+    base = "/copying" if here else "/uvloop"
+    for heading in ("size", "way", "GB/s", "CPU s/GB", base, "user", "system", "rounds"):
         found.add_column(heading, justify="left" if heading == "way" else "right")
     for row in rows:
         found.add_row(
@@ -92,9 +133,10 @@ def table(rows: list[dict[str, Any]]) -> Table:
     return found
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
+def markdown(rows: list[dict[str, Any]], path: str) -> str:
+    base = "/copying" if path == "loopback" else "/uvloop"
     lines = [
-        "| bytes a write | way | GB/s | CPU s/GB | /uvloop | user | system |",
+        f"| bytes a write | way | GB/s | CPU s/GB | {base} | user | system |",
         "|--:|---|--:|--:|--:|--:|--:|",
     ]
     lines += [
@@ -111,16 +153,22 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=front.positive, default=5)
     parser.add_argument("--seconds", type=front.positive_float, default=1.0)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
+    parser.add_argument("--path", choices=("sink", "loopback"), default="sink")
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS, *HERE], metavar="WAY")
     parser.add_argument("--sizes", nargs="+", type=int, choices=SIZES, default=list(SIZES))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rounds to FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to FILE")
     args = parser.parse_args()
-    todo = [(way, size) for size in args.sizes for way in args.ways if size in WAYS[way]]
+    ways = HERE if args.path == "loopback" else WAYS
+    if unknown := set(args.ways or ()) - set(ways):
+        parser.error(f"not on the path {args.path}: {', '.join(sorted(unknown))}")
+    todo = [(way, size) for size in args.sizes for way in args.ways or ways if size in ways[way]]
     seen: dict[tuple[str, int], list[dict[str, float]]] = {case: [] for case in todo}
     others = sorted(os.sched_getaffinity(0))[1:2]
     try:
-        with only_benchmark(), sink(others[0] if others else None) as given, Progress() as show:
+        other = others[0] if others else None
+        way_there = sink(other) if args.path == "sink" else loopback(other or 0)
+        with only_benchmark(), way_there as given, Progress() as show:
             task = show.add_task("serving", total=len(todo) * args.rounds)
             for _ in range(args.rounds):
                 for case in todo:
@@ -133,13 +181,13 @@ def main() -> int:
     for way, size in todo:
         rounds = seen[way, size]
         middle = {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
-        base = [r["cpu_s_per_gb"] for r in seen.get((baseline(way), size), [])]
+        base = [r["cpu_s_per_gb"] for r in seen.get((baseline(way, args.path), size), [])]
         ratio = middle["cpu_s_per_gb"] / statistics.median(base) if base else 0.0
         cpu = [r["cpu_s_per_gb"] for r in rounds]
         rows.append({"way": way, "size": size, **middle, "ratio": ratio, "cpu_rounds": cpu})
-    Console(width=150 if not sys.stdout.isatty() else None).print(table(rows))
+    Console(width=150 if not sys.stdout.isatty() else None).print(table(rows, args.path))
     if args.markdown:
-        args.markdown.write_text(markdown(rows))
+        args.markdown.write_text(markdown(rows, args.path))
     if args.json:
         described = about("serving", sys.executable, args.seconds, 0.2, args.rounds)
         args.json.write_text(

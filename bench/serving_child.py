@@ -54,6 +54,15 @@ class Write:
         return self.size
 
 
+class Send(Write):
+    """zc_send, which waits for the release."""
+
+    async def once(self) -> int:
+        await self.writers[0].zc_send(self.parts[self.turn])
+        self.turn = (self.turn + 1) % len(self.parts)
+        return self.size
+
+
 class Pool(Write):
     """zc_submit of slices of registered memory, gathered, and zc_drain."""
 
@@ -160,6 +169,7 @@ class BroadcastPool(Broadcast):
 
 WAYS: dict[str, type[Write]] = {
     "write": Write,
+    "send": Send,
     "pool": Pool,
     "submit": Submit,
     "submit-epoll": SubmitEpoll,
@@ -211,16 +221,17 @@ def run() -> None:
     loop, way, size, seconds, core, host, port = sys.argv[1:]
     os.sched_setaffinity(0, {int(core)})
     job = main(way, int(size), float(seconds), host, int(port))
-    if loop == "aiozc" or "submit" in way:
+    if loop in ("aiozc", "copying") or "submit" in way:
         sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     if loop == "uvloop":
         import uvloop
 
         figures = uvloop.run(job)
-    elif loop == "aiozc":
+    elif loop in ("aiozc", "copying"):
         import aiozc
 
-        figures = aiozc.run(job, backend="uring")
+        zerocopy = "off" if loop == "copying" else "auto"
+        figures = aiozc.run(job, backend="uring", zerocopy=zerocopy)
     else:
         figures = asyncio.run(job)
     with contextlib.suppress(BrokenPipeError):

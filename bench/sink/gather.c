@@ -2,9 +2,10 @@
  *
  * Started by `python -m aiozc bench send --path sink --ceiling` (aiozc/cli/bench/ceiling.py), which
  * compiles it. Arguments: address, bytes of a part, parts of a request, buffers, bytes outstanding,
- * seconds. It goes round its buffers, which lie as a pool's do, has one request unsent and so many
- * bytes unreleased at most, MSG_EOR once 64 KiB went, and prints one JSON object when the
- * last buffer was released. No loop, no objects, no errors but fatal ones.
+ * seconds, and, to see what that does, `huge`: memory of huge pages, `huge+`: and one small page.
+ * It goes round its buffers, which lie as a pool's do, has one request unsent and so many bytes
+ * unreleased at most, MSG_EOR once 64 KiB went, and prints one JSON object when the last buffer was
+ * released. No loop, no objects, no errors but fatal ones.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -22,6 +23,7 @@
 #define EOR_BYTES 65536
 #define FIXED (1u << 2) /* IORING_RECVSEND_FIXED_BUF */
 #define PARTS_MOST 1024
+#define HUGE_BYTES ((size_t)2 << 20)
 
 static struct io_uring ring;
 static struct iovec parts[PARTS_MOST];
@@ -106,9 +108,27 @@ static int harvest(void)
     return accepted;
 }
 
+/* Makes `all` larger where it must be. */
+static char *buffers_of(size_t *all, const char *kind)
+{
+    size_t huge = kind[0] ? (*all + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES : 0;
+    size_t room = huge + *all + 2 * HUGE_BYTES;
+    char *p = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED)
+        fail("mmap");
+    p += -(size_t)p % HUGE_BYTES;
+    if (huge && madvise(p, huge, MADV_HUGEPAGE) < 0)
+        fail("huge pages");
+    if (huge)
+        *all = huge + (kind[4] ? 4096 : 0);
+    madvise(p + huge, *all - huge, MADV_NOHUGEPAGE);
+    memset(p, 1, *all);
+    return p;
+}
+
 int main(int argc, char **argv)
 {
-    if (argc != 7)
+    if (argc != 7 && argc != 8)
         return 2;
     size = atol(argv[2]);
     count = atol(argv[3]);
@@ -121,11 +141,7 @@ int main(int argc, char **argv)
         return 2;
     int fd = connected(argv[1]), unsent = 0;
     size_t all = (size_t)((buffers + group - 1) / group * span);
-    char *memory = mmap(NULL, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED)
-        fail("mmap");
-    madvise(memory, all, MADV_NOHUGEPAGE);
-    memset(memory, 1, all);
+    char *memory = buffers_of(&all, argv[7] ? argv[7] : "");
     struct io_uring_params p = {.flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN |
                                          IORING_SETUP_CQSIZE | IORING_SETUP_SUBMIT_ALL,
                                 .cq_entries = 16384};
