@@ -7,6 +7,7 @@ calls of so many parts into a request as our rows do.
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from aiozc.cli.bench.job import Result
 from aiozc.cli.bench.path import Path
 from aiozc.cli.bench.run import Row, call, row_of
 
-_REQUEST_BYTES, _REQUEST_PARTS = 1 << 20, 1024
+_REQUEST_PARTS = 1024
 _NOTE = "a C program: no loop, no objects, one socket"
 
 
@@ -38,8 +39,10 @@ def build(directory: str) -> str:
     return str(binary)
 
 
-def measure(binary: str, path: Path, case: Case, seconds: float, window: int) -> Row:
-    calls = min(_REQUEST_BYTES // (case.size * case.parts), _REQUEST_PARTS // case.parts)
+def measure(binary: str, path: Path, case: Case, args: argparse.Namespace) -> Row:
+    """args: those of `send`."""
+    seconds, window = args.seconds, args.window
+    calls = min(args.max_request // (case.size * case.parts), _REQUEST_PARTS // case.parts)
     parts = case.parts * max(1, calls)
     with path.endpoint(case.protocol, case.family, case.size, b"") as endpoint:
         command = [binary, endpoint.address, str(case.size), str(parts)]

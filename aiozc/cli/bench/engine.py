@@ -133,13 +133,9 @@ async def _datagrams(job: Job) -> Result:
         calls += 1
         nbytes += job.parts * job.size
         if len(waiting) >= most:
-            await waiting.popleft().released
-        limit = 0.0
-        while throttle.must_wait(nbytes):
-            limit = limit or time.monotonic() + sockets.PATIENCE
-            if time.monotonic() > limit:
-                raise RowFailed("the receiver did not get the datagrams: some were lost")
-            await asyncio.sleep(50e-6)
+            await waiting.popleft()
+        if job.counter >= 0:
+            await throttle.wait_here(nbytes)
         if calls % _LOOK_EVERY == 0 and time.monotonic() >= end:
             break
     results = [await operation.released for operation in waiting]

@@ -49,6 +49,12 @@ def register(subparsers: Any) -> None:
         help="bytes that the zero-copy modes keep unsent or unreleased before they wait",
     )
     parser.add_argument(
+        "--max-request",
+        type=number(4096, 1 << 30),
+        default=1 << 20,
+        help="bytes that one request of the zero-copy modes gathers at most (the loop's setting)",
+    )
+    parser.add_argument(
         "--reference", metavar="BINARY", help="liburing's send-zerocopy, run in the same rounds"
     )
     parser.add_argument(
@@ -83,16 +89,18 @@ def run(args: argparse.Namespace) -> int:
             if case.mode == cases.REFERENCE:
                 row = reference.measure(binary, path, case, args.seconds)
             elif case.mode == cases.CEILING:
-                row = ceiling.measure(program, path, case, args.seconds, args.window)
+                row = ceiling.measure(program, path, case, args)
             else:
                 data = cases.pattern(case.size, case.parts)
-                result = run_sender(path, case, data, args.seconds, window=args.window)
+                limits = {"window": args.window, "max_request": args.max_request}
+                result = run_sender(path, case, data, args.seconds, **limits)
                 row = row_of(case, result)
             return {**row, "label": case.label}
 
         rows, failed = rounds(todo, args.rounds, measure, lambda case: case.label, show)
     told = report.document(args, "send", path, [row for _, row in rows])
     told["window"] = args.window
+    told["max_request"] = args.max_request
     told["left_out"] = [
         {**dataclasses.asdict(case), "label": case.label, "reason": reason}
         for case, reason in reasons.items()

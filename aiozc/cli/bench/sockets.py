@@ -5,6 +5,7 @@ Called by bare.py and engine.py, in the sending process.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import mmap
 import os
@@ -95,6 +96,14 @@ class Throttle:
             return False
         (received,) = struct.unpack("Q", self._count[:8])
         return bool(sent - received > self._most)
+
+    async def wait_here(self, sent: int) -> None:
+        """The same as wait(), on a loop."""
+        end = time.monotonic() + PATIENCE
+        while self.must_wait(sent):
+            if time.monotonic() > end:
+                raise RowFailed("the receiver did not get the datagrams: some were lost")
+            await asyncio.sleep(50e-6)
 
     def wait(self, sent: int) -> None:
         end = time.monotonic() + PATIENCE
