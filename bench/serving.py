@@ -5,8 +5,8 @@
 Unmodified asyncio code (`writer.write(data)`, `await writer.drain()`; `loop.sendfile`) on each loop, and
 aiozc's own calls beside it, into a sink in network namespaces that acknowledges and discards (sink/; needs
 root, and says what is missing). One process a run (serving_child.py), pinned to the first core; what the
-sink costs is the other core's. Rounds are interleaved, medians shown. A run counts only if the peer
-acknowledged every byte.
+sink costs is the other core's. Rounds are interleaved, medians shown, of the ratios, too. A run counts only
+if the peer acknowledged every byte.
 
 `--path loopback` compares aiozc with itself where nothing can be saved: as it comes, and told to copy.
 
@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import operator
 import os
 import statistics
 import subprocess
@@ -182,8 +183,9 @@ def main() -> int:
         rounds = seen[way, size]
         middle = {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
         base = [r["cpu_s_per_gb"] for r in seen.get((baseline(way, args.path), size), [])]
-        ratio = middle["cpu_s_per_gb"] / statistics.median(base) if base else 0.0
         cpu = [r["cpu_s_per_gb"] for r in rounds]
+        # Of each round by itself: what else ran on the machine was the same for both.
+        ratio = statistics.median(map(operator.truediv, cpu, base)) if base else 0.0
         rows.append({"way": way, "size": size, **middle, "ratio": ratio, "cpu_rounds": cpu})
     Console(width=150 if not sys.stdout.isatty() else None).print(table(rows, args.path))
     if args.markdown:
