@@ -22,9 +22,11 @@
 #include <sys/uio.h>
 
 /* Copying a small write costs less than holding it: no event, no reference. Above it, what the
- * socket does not take at once is held by reference. (bench/echo.py --size 16384 shows it: with
- * 8191 here each of its echoes goes by a sendmsg of its own.) */
+ * socket does not take at once is held by reference. */
 #define COPY_MAX 16384u
+/* From here on the first write of a turn goes without that copy, if the socket takes it: the call
+ * costs less (bench/peers.py, rows echo-10KiB-x64 and 16KiB). Below it gathering is cheaper. */
+#define AT_ONCE 8192u
 /* A slow reader's backlog is not copied any further: references cost it less memory. */
 #define COPY_BACKLOG (256u << 10)
 /* Plain bytes queued in one turn are sent at once from the high-water mark on, within these bounds:
@@ -279,6 +281,7 @@ struct conn {
     uint8_t copied_in_row, reports;
     uint64_t probe_at, probe_gap;
     uint64_t direct, direct_turn; /* bytes that conn_copy_now sent in that turn */
+    uint64_t at_once;             /* the turn in which a small write last went at once */
     bool held;                    /* azc_conn_hold */
     bool want_out;                /* the socket was full: wait until it is writable */
     bool out_armed;               /* uring: a poll for that is with the kernel */

@@ -98,7 +98,9 @@ static size_t send_now(struct conn *c, const char *extra, size_t n)
     struct msghdr m = {.msg_iov = iov, .msg_iovlen = g.parts};
     if (n)
         iov[m.msg_iovlen++] = (struct iovec){(void *)extra, n};
-    ssize_t rc = faults_sendmsg(c, &m, MSG_DONTWAIT | MSG_NOSIGNAL);
+    int flags = MSG_DONTWAIT | MSG_NOSIGNAL;
+    ssize_t rc =
+        g.parts || FAULTS_BUILT ? faults_sendmsg(c, &m, flags) : send(c->pub.fd, extra, n, flags);
     c->r->stats.requests++;
     c->r->stats.parts += m.msg_iovlen;
     if (rc < 0) {
@@ -218,6 +220,16 @@ static int not_queued(struct conn *c, bool part_went)
     return 1;
 }
 
+/* Is it worth a system call to copy it no more than the kernel does? Once a turn: what follows in
+ * the same turn is gathered. */
+static bool goes_at_once(struct conn *c, size_t n)
+{
+    if (n < AT_ONCE || c->at_once == c->r->turns)
+        return false;
+    c->at_once = c->r->turns;
+    return true;
+}
+
 /* 0: done. 1: look at error, at ref_token (hold the buffer) and at unsent (above high). -ENOMEM:
  * nothing of it went or was queued. By copying where that is cheap, else sent at once, and what
  * remains by reference (`by_reference`, AZC_KEEP*: nobody changes it) or as a snapshot. */
@@ -231,7 +243,7 @@ int azc_write(azc_conn *pub, const char *p, size_t n, int by_reference)
         return 1; /* nothing is queued any more: asyncio's write() drops, too */
     bool small = n <= COPY_MAX && (!by_reference || pub->unsent < COPY_BACKLOG || n < 512);
     bool zc = !small && by_reference == AZC_KEEP && auto_zc(c, n);
-    if (!small && !zc && !c->q.auto_parts) {
+    if ((!small || goes_at_once(c, n)) && !zc && !c->q.auto_parts) {
         size_t sent = send_now(c, p, n);
         if (c->pub.error)
             return 1;
