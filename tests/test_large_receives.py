@@ -10,6 +10,7 @@ import asyncio
 import random
 import socket
 import threading
+import time
 
 import pytest
 from order_support import (
@@ -25,6 +26,7 @@ from order_support import (
 import aiozc
 
 LARGE = 32 << 10
+ASKED, ASKED_MOST = 66048, 256 << 10  # events.c: RECEIVE, RECEIVE_MOST
 PIECES = 16  # more than it takes to be found large; one may come in two halves
 
 
@@ -224,6 +226,94 @@ def test_who_pauses_in_data_received_gets_nothing_more(run, family):
             transport.resume_reading()
         thread.join(5)
         assert bytes(protocol.data[have:]) == content
+        transport.close()
+        peer.close()
+
+    run(main())
+
+
+class Sizes(Recorder):
+    """Slow, so that more waits than was asked for; counts what one turn of the loop brings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.turn = self.most = 0
+
+    def data_received(self, data) -> None:
+        super().data_received(data)
+        self.sizes.append(len(data))
+        self.turn += len(data)
+        self.most = max(self.most, self.turn)
+        time.sleep(0.002)
+
+    def next_turn(self) -> None:
+        self.turn = 0
+        asyncio.get_running_loop().call_soon(self.next_turn)
+
+
+async def flood(transport, protocol, peer) -> list[int]:
+    """The sizes in which 4 MiB are received, of which some wait before the first."""
+    have = len(protocol.data)
+    content = pattern(7, 4 << 20)
+    protocol.sizes.clear()
+    transport.pause_reading()
+    thread = threading.Thread(target=peer.sendall, args=(content,), daemon=True)
+    thread.start()
+    await asyncio.sleep(0.2)
+    transport.resume_reading()
+    await eventually(lambda: len(protocol.data) >= have + len(content), 20, "all data")
+    thread.join(5)
+    assert_same_stream(content, bytes(protocol.data[have:]))
+    return protocol.sizes
+
+
+def test_who_has_more_waiting_is_asked_for_more_until_it_has_not(run, family):
+    async def main():
+        transport, protocol, peer = await made_direct(Sizes, family)
+        first = await flood(transport, protocol, peer)
+        assert ASKED in first
+        assert ASKED < max(first) <= ASKED_MOST
+        again = await flood(transport, protocol, peer)
+        assert again[0] > ASKED
+        await one_by_one(peer, protocol, [pattern(0, LARGE)] * PIECES)
+        after = await flood(transport, protocol, peer)
+        assert after[0] == ASKED, "it still asks for as much"
+        assert max(after) > ASKED
+        transport.close()
+        peer.close()
+
+    run(main())
+
+
+def test_one_connection_does_not_keep_the_turn(run):
+    async def main():
+        transport, protocol, peer = await made_direct(Sizes)
+        protocol.next_turn()
+        for _ in range(4):
+            await flood(transport, protocol, peer)
+        # Two visits may come between two runs of a callback: one behind it, one before the next.
+        assert ASKED < protocol.most <= 2 * (ASKED + ASKED_MOST)
+        transport.close()
+        peer.close()
+
+    run(main())
+
+
+def test_who_was_paused_before_it_could_receive_is_told_nothing(run, family):
+    # Fails when: that there is nothing to do counts as the end of the stream.
+    async def main():
+        transport, protocol, peer = await made_direct(Recorder, family)
+        for number in range(50):
+            have = len(protocol.data)
+            peer.sendall(pattern(number, LARGE))
+            for _ in range(number % 4):
+                await asyncio.sleep(0)
+            transport.pause_reading()
+            await asyncio.sleep(0.002)
+            transport.resume_reading()
+            await eventually(lambda n=have + LARGE: len(protocol.data) >= n, 10, "data")
+        assert protocol.calls.count("eof_received") == 0
         transport.close()
         peer.close()
 

@@ -157,15 +157,13 @@ static PyObject *look_up(PyObject *where, uint64_t token, int take)
  * out of the reactor's buffers is not, and memory that was just used is used again. A connection
  * comes to that by some large ones in a row, and leaves it after some small ones. */
 
-#define LARGE 32768 /* smaller ones gain nothing: a poll and a call more cost what a copy does */
+#define LARGE 12288 /* smaller ones lose: a poll and a call more cost what a copy does */
 #define ENOUGH 3    /* large ones in a row */
 #define SMALL 8192
-#define PATIENCE 4 /* small ones in a row */
-/* Bytes asked for at once: a message of 64 KiB is seen to be all; malloc maps much larger ones anew
- * each time. */
-#define RECEIVE 66048
-#define RECEIVES_A_TURN 4 /* of one connection, where more waits */
-#define FILL_MOST (RECEIVE * RECEIVES_A_TURN)
+#define PATIENCE 4    /* small ones in a row */
+#define RECEIVE 66048 /* bytes asked for at once: a message of 64 KiB is seen to be all */
+#define RECEIVE_MOST (256 << 10) /* after one that was filled, until some in a row were less */
+#define A_TURN (256 << 10)       /* of one connection, where more waits; or a little more */
 
 static void learn_size(struct fields *f, int n)
 {
@@ -194,19 +192,28 @@ static void learn_again(struct fields *f, int n)
         leave_direct(f);
 }
 
-/* What azc_recv answers; -EAGAIN also if there is an exception. */
-static int into_bytes(PyObject *self, struct fields *f)
+static void learn_room(struct fields *f, int n)
 {
-    PyObject *data = PyBytes_FromStringAndSize(NULL, RECEIVE);
+    if (n >= RECEIVE)
+        f->full = PATIENCE;
+    else if (f->full)
+        f->full--;
+}
+
+/* What azc_recv answers; -EAGAIN also if there is an exception. */
+static int into_bytes(PyObject *self, struct fields *f, int asked)
+{
+    PyObject *data = PyBytes_FromStringAndSize(NULL, asked);
     if (!data)
         return -EAGAIN;
-    int n = api->recv(f->conn, PyBytes_AS_STRING(data), RECEIVE);
+    int n = api->recv(f->conn, PyBytes_AS_STRING(data), (size_t)asked);
     if (n <= 0) {
         Py_DECREF(data);
         return n;
     }
     learn_again(f, n);
-    if (n < RECEIVE)
+    learn_room(f, n);
+    if (n < asked)
         _PyBytes_Resize(&data, n);
     PyObject *protocol = Py_NewRef(f->protocol), *context = Py_NewRef(f->context);
     int rc = deliver_bytes(self, protocol, context, data);
@@ -227,7 +234,7 @@ static int fill_direct(struct fields *f, PyObject *protocol, const char **name)
     if (!view.len && fast != FAST_SINK) /* a full sink is taken away in the next turn */
         PyErr_SetString(PyExc_RuntimeError, "get_buffer() returned an empty buffer");
     else if (view.len && f->conn && f->fast == fast) /* else get_buffer() paused it, or closed it */
-        n = api->recv(f->conn, view.buf, view.len < FILL_MOST ? (size_t)view.len : FILL_MOST);
+        n = api->recv(f->conn, view.buf, view.len < A_TURN ? (size_t)view.len : A_TURN);
     PyBuffer_Release(&view);
     if (n <= 0)
         return n;
@@ -255,6 +262,18 @@ static int into_buffer(PyObject *self, struct fields *f)
     return n;
 }
 
+/* Until the protocol paused, or closed it: the rest waits in the kernel. */
+static int into_many(PyObject *self, struct fields *f)
+{
+    int n, asked, got = 0;
+    do {
+        asked = f->full ? RECEIVE_MOST : RECEIVE;
+        n = into_bytes(self, f, asked);
+        got += n;
+    } while (n == asked && got < A_TURN && f->conn && f->fast == FAST_DATA);
+    return n;
+}
+
 /* AZC_EV_READABLE. Whatever cannot be received in this way comes by events again. */
 static int readable(struct batch *self, const azc_event *e)
 {
@@ -262,15 +281,14 @@ static int readable(struct batch *self, const azc_event *e)
     if (!transport)
         return 0; /* closed */
     struct fields *f = fields_of(transport);
-    int n = RECEIVE;
+    int n = -EAGAIN;
     Py_INCREF(transport);
     if (f->fast == FAST_BUFFER || f->fast == FAST_SINK)
         n = into_buffer(transport, f);
-    else if (f->fast != FAST_DATA)
+    else if (f->fast == FAST_DATA)
+        n = into_many(transport, f);
+    else
         leave_direct(f);
-    else /* until the protocol paused, or closed it: the rest waits in the kernel */
-        for (int i = 0; i < RECEIVES_A_TURN && n == RECEIVE && f->conn && f->fast == FAST_DATA; i++)
-            n = into_bytes(transport, f);
     if (n <= 0 && n != -EAGAIN) {
         PyObject *done = call_ints(transport, n__on_recv, n, 0);
         Py_XDECREF(done);

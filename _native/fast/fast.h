@@ -139,6 +139,7 @@ struct fields { /* of a transport, behind the slots of asyncio's classes */
     char paused, protocol_paused, started, buffered, eof, eof_seen;
     char owns_fd;        /* no socket object has it */
     unsigned char large; /* how receives were of late, by size: see events.c */
+    unsigned char full;  /* and how direct ones were */
 };
 
 struct fields *fields_of(PyObject *transport);
