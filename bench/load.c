@@ -104,7 +104,7 @@ static uint64_t percentile(const struct histogram *h, double share)
 
 /* -- bytes -- */
 
-static void make_pattern(size_t slice)
+void make_pattern(size_t slice)
 {
     pattern = allocate(PERIOD + slice, 1);
     uint32_t state = 2463534242;

@@ -59,6 +59,8 @@ void end_with_parent(void);
 void load_options(int argc, char **argv);
 int load_main(const struct load *load);
 
+/* The pattern, so that `slice` bytes of it are in one piece wherever they begin. */
+void make_pattern(size_t slice);
 /* At least options.size and RECEIVE_SIZE bytes of the endless pattern, from `offset` on. The same
  * pattern is made by contestant/pattern.py. */
 const unsigned char *pattern_at(uint64_t offset);

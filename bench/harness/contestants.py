@@ -35,11 +35,11 @@ class Contestant:
     version: str
 
     def takes_part(self, row: Row) -> bool:
-        return self.name != FLOOR or row.floor is not None
+        return self.name != FLOOR or bool(row.floor)
 
     def command(self, row: Row, window: Window) -> list[str | Path]:
         if self.name == FLOOR:
-            return [program("echo_floor"), str(row.floor)]
+            return [program(row.floor[0]), *row.floor[1:]]
         numbers = {
             "connections": row.connections,
             "size": row.size,

@@ -24,7 +24,7 @@ class Row:
     size: int = KIB  # bytes of a request
     piece: int = 0  # bytes of one write, where the server pushes
     cycle: int = 1  # and after how many the data repeats
-    floor: str | None = None  # what echo_floor.c must be told to do the same
+    floor: tuple[str, ...] = ()  # the C program that does the same, and what it must be told
     unit: str = "request"  # or "GB", or "call"
 
     @property
@@ -51,7 +51,7 @@ class Row:
 def echo(name: str, how: str, service: str, connections: int, size: int, floor: bool = True) -> Row:
     many = f"{connections:,} connection{'s' if connections > 1 else ''}"
     title = f"{how}, {bytes_text(size)}, {many}"
-    kind = "stream" if floor else None
+    kind = ("echo_floor", "stream") if floor else ()
     return Row(name, title, service, "echo_client", connections, size, floor=kind)
 
 
@@ -60,19 +60,16 @@ def protocol_echo(size: int, connections: int) -> Row:
     return echo(name, "protocol echo", "protocol", connections, size)
 
 
+def push(name: str, title: str, service: str, connections: int, *sizes: int) -> Row:
+    """`sizes`: of a request, of a piece, of a cycle. The floor asks for at least 64 KiB a call."""
+    numbers = (connections, *sizes, max(sizes[1], 64 * KIB))
+    floor = ("push_floor", *map(str, numbers))
+    return Row(name, title, service, "sink_client", connections, *sizes, floor=floor, unit="GB")
+
+
 def bulk(size: int) -> Row:
     name, text = f"bulk-{bytes_text(size).replace(' ', '')}", bytes_text(size)
-    return Row(
-        name,
-        f"write + drain, {text}",
-        "bulk",
-        "sink_client",
-        1,
-        64 * MIB,
-        size,
-        4 * size,
-        unit="GB",
-    )
+    return push(name, f"write + drain, {text}", "bulk", 1, 64 * MIB, size, 4 * size)
 
 
 def scheduling(service: str, title: str) -> Row:
@@ -98,7 +95,7 @@ ROWS = (
         "datagrams",
         "udp_client",
         16,
-        floor="datagram",
+        floor=("echo_floor", "datagram"),
     ),
     Row(
         "churn",
@@ -107,7 +104,7 @@ ROWS = (
         "churn_client",
         16,
         100,
-        floor="stream",
+        floor=("echo_floor", "stream"),
     ),
     echo("thread-1KiB-x64", "protocol echo beside a busy thread", "beside-thread", 64, KIB, False),
     *(bulk(size) for size in (4 * KIB, 64 * KIB, MIB)),
@@ -122,16 +119,8 @@ ROWS = (
         64 * MIB,
         unit="GB",
     ),
-    Row(
-        "fan-out",
-        "256 KiB to each of 100 connections",
-        "fan-out",
-        "sink_client",
-        100,
-        256 * KIB,
-        256 * KIB,
-        MIB,
-        unit="GB",
+    push(
+        "fan-out", "256 KiB to each of 100 connections", "fan-out", 100, 256 * KIB, 256 * KIB, MIB
     ),
     scheduling("call-soon", "call_soon, batches of 10,000"),
     scheduling("call-soon-chain", "call_soon, each callback the next"),
