@@ -47,7 +47,7 @@ SOURCES = [
     "epoll",
     "probe",
 ]  # and, with AIOZC_FAULTS=1, "faults"
-FAST = ["module", "turn", "events", "schedule", "handle", "ready", "timers"]
+FAST = ["module", "turn", "events", "feed", "schedule", "handle", "ready", "timers"]
 FAST += ["transport", "life", "accept", "operation", "stage", "parts", "slot"]
 NEEDS = (2, 3)
 REMEDY = "install it with: apt-get install gcc pkg-config liburing-dev python3-dev"

@@ -10,6 +10,8 @@ against the running Python.
     transports._FlowControlMixin                high and low water, pause and resume
     StreamReader._buffer, ._maybe_resume_transport
                                                 read_into takes what is buffered first
+    StreamReaderProtocol.data_received, ._stream_reader(_wr); StreamReader.feed_data, ._wakeup_waiter, ._eof,
+    ._limit, ._waiter                           fast/feed.c does what these functions do
     `context` of _start_serving and others      passed from 3.15 on
     Handle's and TimerHandle's slots, _run, cancel; _ThreadSafeHandle's _lock and _run (from 3.14 on);
     format_helpers._format_callback_source      fast/handle.c makes and runs subclasses of them
@@ -28,7 +30,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import weakref
-from asyncio import base_events, constants, format_helpers, selector_events, sslproto
+from asyncio import base_events, constants, format_helpers, selector_events, sslproto, streams
 from asyncio.transports import _FlowControlMixin
 from typing import Any
 
@@ -92,6 +94,28 @@ def attach(server: Any, transport: Any) -> None:
 
 # fast/accept.c attaches what was accepted, fast/life.c detaches.
 _fast.servers_take_transport(_ATTACH_TAKES_TRANSPORT)
+
+
+def reader_is_known() -> bool:
+    """Are the functions through which bytes come to a StreamReader those that fast/feed.c stands for? A
+    Python that has others, or a program that replaced one before, has them called as ever."""
+    protocol, reader = streams.StreamReaderProtocol, streams.StreamReader
+    fed = "_buffer extend _wakeup_waiter _transport _paused len _limit pause_reading NotImplementedError"
+    known = (
+        (protocol.data_received, "_stream_reader feed_data"),
+        (inspect.getattr_static(protocol, "_stream_reader").fget, "_stream_reader_wr"),
+        (reader.feed_data, f"_eof {fed}" if __debug__ else fed),  # it is asserted
+        (reader._wakeup_waiter, "_waiter cancelled set_result"),  # type: ignore[attr-defined]
+    )
+    return all(
+        getattr(function, "__globals__", None) is vars(streams)
+        and function.__code__.co_names == tuple(names.split())
+        for function, names in known
+    )
+
+
+if reader_is_known():
+    _fast.bind_streams(streams.StreamReaderProtocol, streams.StreamReader)
 
 
 def keep_clients(server: Any) -> None:

@@ -44,6 +44,15 @@ static int deliver_bytes(PyObject *owner, PyObject *protocol, PyObject *context,
     return told(owner, rc, "data_received");
 }
 
+static int deliver_copy(PyObject *owner, PyObject *protocol, PyObject *context, const char *p,
+                        Py_ssize_t n)
+{
+    int fed = stream_feed(protocol, context, p, n);
+    if (!fed)
+        return deliver_bytes(owner, protocol, context, PyBytes_FromStringAndSize(p, n));
+    return fed < 0 ? told(owner, NULL, "data_received") : 0;
+}
+
 static int get_buffer(PyObject *protocol, Py_buffer *view)
 {
     PyObject *hint = PyLong_FromLong(-1);
@@ -313,9 +322,8 @@ static int received(struct batch *self, const azc_event *e)
     if (e->res > 0 && f && (f->fast == FAST_DATA || f->fast == FAST_BUFFER)) {
         PyObject *protocol = Py_NewRef(f->protocol), *context = Py_NewRef(f->context);
         const char *p = self->memory + start;
-        rc = f->fast == FAST_DATA
-                 ? deliver_bytes(owner, protocol, context, PyBytes_FromStringAndSize(p, e->res))
-                 : deliver_buffer(owner, protocol, context, p, e->res, start);
+        rc = f->fast == FAST_DATA ? deliver_copy(owner, protocol, context, p, e->res)
+                                  : deliver_buffer(owner, protocol, context, p, e->res, start);
         Py_DECREF(protocol);
         Py_DECREF(context);
     } else if (e->res == 0 && f && f->fast && f->fast != FAST_SINK && is_quiet(f->loop)) {

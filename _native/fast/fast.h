@@ -4,6 +4,7 @@
  * function table azc_api, and does in C what Python would do for every event, write and callback.
  * It has no policy: whatever is not the common case is a call of the Python method that knows.
  * Files: module.c (names, errors); turn.c (one turn of the loop), events.c (what an event does),
+ * feed.c (bytes into a StreamReader),
  * schedule.c (call_soon and the like), handle.c, ready.c and timers.c (what they make, and where it
  * waits); transport.c (base type of the transports, write), life.c (how a transport begins and
  * ends), accept.c (the transport of an accepted connection), operation.c (what an operation knows),
@@ -92,6 +93,15 @@ extern const azc_api *api; /* the reactor's functions; set once by bind() */
     X(_transports)                                                                                 \
     X(_unclosed)                                                                                   \
     X(_view)                                                                                       \
+    X(_stream_reader)                                                                              \
+    X(_stream_reader_wr)                                                                           \
+    X(feed_data)                                                                                   \
+    X(_wakeup_waiter)                                                                              \
+    X(_buffer)                                                                                     \
+    X(_waiter)                                                                                     \
+    X(_eof)                                                                                        \
+    X(_limit)                                                                                      \
+    X(cancelled)                                                                                   \
     X(acquire)                                                                                     \
     X(_write)
 #define DECLARE(name) extern PyObject *n_##name;
@@ -288,6 +298,11 @@ int timers_push(PyObject *list, PyObject *timer);
 int timers_drop_cancelled(struct scheduler *s, Py_ssize_t many);
 int timers_wait(struct scheduler *s, double longest, int64_t *ns);
 int timers_ripe(struct scheduler *s);
+
+/* ---- feed.c ---- */
+
+PyObject *bind_streams(PyObject *module, PyObject *args);
+int stream_feed(PyObject *protocol, PyObject *context, const char *p, Py_ssize_t n);
 
 /* ---- events.c ---- */
 

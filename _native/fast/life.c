@@ -338,8 +338,16 @@ void transport_finalize(PyObject *self)
     }
 }
 
+/* Asked for each drain() of a StreamWriter. */
+static PyObject *tr_is_closing(PyObject *self, PyObject *ignored)
+{
+    (void)ignored;
+    return PyBool_FromLong(fields_of(self)->closing);
+}
+
 PyMethodDef life_methods[] = {
     {"close", tr_close, METH_NOARGS, "Flushes what is queued, in order, then closes. Idempotent."},
+    {"is_closing", tr_is_closing, METH_NOARGS, "Was close() or abort() called, or is it lost?"},
     {"_begin", tr_begin, METH_NOARGS, "connection_made, and from then on data."},
     {"_call_connection_lost", tr_call_connection_lost, METH_O,
      "connection_lost(exc), then the end of connection and socket."},

@@ -106,6 +106,9 @@ static PyMethodDef functions[] = {
     {"bind_asyncio", bind_asyncio, METH_VARARGS,
      "asyncio's Handle, TimerHandle, _ThreadSafeHandle (or None) and BaseEventLoop. Called once, "
      "at import."},
+    {"bind_streams", bind_streams, METH_VARARGS,
+     "asyncio's StreamReaderProtocol and StreamReader, if they are as feed.c knows them. Called "
+     "once, at import."},
     {"check_by", check_by, METH_O,
      "checked.Checked: some loop compares the memory of its operations at the release."},
     {"transport_base", transport_base, METH_O,

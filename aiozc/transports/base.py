@@ -189,9 +189,6 @@ class NativeTransport(_fast.transport_base((hooks.FlowControlMixin, asyncio.Tran
     def get_protocol(self) -> asyncio.BaseProtocol:
         return self._protocol  # type: ignore[no-any-return]
 
-    def is_closing(self) -> bool:
-        return self._closing
-
     def is_reading(self) -> bool:
         return not self._closing and not self._paused
 
