@@ -19,7 +19,7 @@ against the running Python.
 On the loop (loop.py overrides): _make_socket_transport, _make_ssl_transport, _make_datagram_transport,
 _start_serving, _stop_serving, _accept_connection2 (called), _sock_connect, _run_once, _process_events,
 _write_to_self, _read_from_self, _make_self_pipe, _close_self_pipe; bare.py calls _ensure_fd_no_transport;
-reads or sets _ssock, _csock, _transports, _task_factory, calls _process_self_data. fast/schedule.c has
+reads or sets _ssock, _transports, _task_factory, calls _process_self_data. fast/schedule.c has
 _ready, _scheduled, _stopping, _debug, _closed, _timer_cancelled_count and _clock_resolution as fields.
 On transports (transports/stream.py provides): _sock, _sock_fd, _make_empty_waiter, _reset_empty_waiter,
 _force_close, _start_tls_compatible, _sendfile_compatible.

@@ -85,7 +85,7 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
     def _make_self_pipe(self) -> None:
         super()._make_self_pipe()  # type: ignore[misc]
         assert self._ssock is not None
-        self._set_wake(self._ssock.fileno(), self._csock.fileno())  # type: ignore[attr-defined]
+        self._set_wake(self._ssock.fileno(), self._selector.hang_bell())
 
     def _write_to_self(self) -> None:
         if not self._woken:
@@ -94,12 +94,13 @@ class EventLoop(_fast.Scheduler, asyncio.SelectorEventLoop):  # type: ignore[mis
 
     def _read_from_self(self) -> None:
         super()._read_from_self()  # type: ignore[misc]
-        self._woken = False
+        self._silence()
 
     def _close_self_pipe(self) -> None:
         # A loop that nobody closed: the garbage collector may come to its sockets before it comes to it.
+        self._set_wake(-1, -1)
+        self._selector.drop_bell()
         if self._ssock is not None and self._ssock.fileno() >= 0:
-            self._set_wake(-1, -1)
             super()._close_self_pipe()  # type: ignore[misc]
 
     # -- running --

@@ -276,7 +276,8 @@ class ReactorSelector(selectors.BaseSelector):
     """The selector that asyncio's loop calls: the reactor, with a real epoll set beside it.
 
     The set is for add_reader and add_writer, exactly as asyncio has it; its descriptor is polled
-    by the reactor while anything is in it. The loop's wake-up descriptor is polled directly.
+    by the reactor while anything is in it. The loop's wake-up descriptor is polled directly, and so is its
+    bell, by which threads wake it.
     """
 
     def __init__(self, reactor: Reactor, is_wakeup: Callable[[Any], bool]) -> None:
@@ -287,6 +288,22 @@ class ReactorSelector(selectors.BaseSelector):
         self._polling = False
         self._wake: selectors.SelectorKey | None = None
         self._wake_conn: Any = None
+        self._bell = -1
+        self._bell_conn: Any = None
+
+    def hang_bell(self) -> int:
+        """A new eventfd: who writes to it wakes the loop."""
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._bell_conn = self._reactor.open(self._bell, lib.AZC_WAKE, None)
+        lib.azc_conn_start(self._bell_conn)
+        return self._bell
+
+    def drop_bell(self) -> None:
+        """Idempotent."""
+        if self._bell_conn is not None:
+            self._reactor.close_conn(self._bell_conn, 0)
+            os.close(self._bell)
+        self._bell, self._bell_conn = -1, None
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         if self._wake is None and self._is_wakeup(fileobj):

@@ -282,9 +282,9 @@ struct scheduler { /* of the loop: in front of what its Python classes add */
     unsigned int seen_version;   /* of the loop's class, when own_call_at was found out */
     char own_call_at;
     char running; /* run_forever runs */
-    char woken;   /* there is a byte in the wake-up socket */
-    char wakes;   /* these are its two ends */
-    int wake_in, wake_out;
+    char woken;   /* the bell rang, or there is a byte in the wake-up socket */
+    char wakes;   /* these two are open */
+    int wake_in, bell;
 };
 struct scheduler *scheduler_of(PyObject *loop);
 void scheduler_track(struct scheduler *s);

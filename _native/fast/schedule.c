@@ -10,6 +10,7 @@
 #include <structmember.h>
 #include <sys/socket.h>
 #include <time.h>
+#include <unistd.h>
 
 static PyTypeObject *scheduler_type;
 static PyObject *tasks_module, *futures_module;
@@ -102,15 +103,17 @@ static PyObject *call_soon(struct scheduler *s, PyObject *const *args, Py_ssize_
 
 /* ---- waking ----
  *
- * A byte in the wake-up socket is enough for any number of callbacks. `woken` is cleared after the
- * socket was emptied (before, the byte of the next caller could be emptied too, and the flag stay
- * set for ever), and the ready queue is looked at after that: who found it set has put his callback
- * there. The GIL is kept for these two calls, which never sleep: whoever is woken waits for it.
+ * Threads ring a bell, an eventfd: that costs less than half of a byte in asyncio's wake-up socket,
+ * which is for signals and debug mode. One ringing is enough for any number of callbacks. `woken`
+ * is cleared after the bell was read (before, the ringing of the next caller could be read too, and
+ * the flag stay set for ever), and the ready queue is looked at after that: who found it set has
+ * put his callback there. The GIL is kept for these calls, which never sleep: whoever is woken
+ * waits for it.
  */
 
 static PyObject *set_wake(struct scheduler *s, PyObject *args)
 {
-    if (!PyArg_ParseTuple(args, "ii:_set_wake", &s->wake_in, &s->wake_out))
+    if (!PyArg_ParseTuple(args, "ii:_set_wake", &s->wake_in, &s->bell))
         return NULL;
     s->wakes = s->wake_in >= 0;
     Py_RETURN_NONE;
@@ -118,7 +121,8 @@ static PyObject *set_wake(struct scheduler *s, PyObject *args)
 
 static int wake(struct scheduler *s)
 {
-    if (s->wakes && send(s->wake_out, "", 1, MSG_DONTWAIT | MSG_NOSIGNAL) == 1) {
+    const uint64_t one = 1;
+    if (s->wakes && write(s->bell, &one, sizeof one) == sizeof one) {
         s->woken = 1;
         return 0;
     }
@@ -128,11 +132,33 @@ static int wake(struct scheduler *s)
     return rc ? 0 : -1;
 }
 
-/* The wake-up socket is readable. What signals wrote into it is asyncio's, behind what is ready. */
+/* Did somebody ring? */
+static int read_bell(struct scheduler *s)
+{
+    uint64_t count;
+    return read(s->bell, &count, sizeof count) == sizeof count;
+}
+
+/* In debug mode, where asyncio empties the socket. */
+static PyObject *silence(struct scheduler *s, PyObject *ignored)
+{
+    (void)ignored;
+    if (s->wakes)
+        read_bell(s);
+    s->woken = 0;
+    Py_RETURN_NONE;
+}
+
+/* The bell rang, or the wake-up socket is readable; if both, the next turn tells of the socket
+ * again. What signals wrote into it is asyncio's, behind what is ready. */
 int scheduler_woken(struct scheduler *s)
 {
     char bytes[4096];
     ssize_t n;
+    if (read_bell(s)) {
+        s->woken = 0;
+        return 0;
+    }
     do {
         n = recv(s->wake_in, bytes, sizeof bytes, MSG_DONTWAIT);
         ssize_t i = 0;
@@ -402,7 +428,8 @@ static PyMethodDef methods[] = {
     {"create_future", (PyCFunction)create_future, METH_NOARGS,
      "create_future($self, /)\n--\n\nA Future of this loop."},
     {"_set_wake", (PyCFunction)set_wake, METH_VARARGS,
-     "(descriptor to read, to write): of the wake-up socket; -1, -1: it is closed."},
+     "(of the wake-up socket's end to read, of the bell): descriptors; -1, -1: they are closed."},
+    {"_silence", (PyCFunction)silence, METH_NOARGS, "Whoever woke the loop was heard."},
     {"_begin_run", (PyCFunction)begin_run, METH_NOARGS, NULL},
     {"_end_run", (PyCFunction)end_run, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
