@@ -26,14 +26,15 @@ class About:
     machine: str
     cpu: str
     cores: int
+    congestion: str  # TCP's control of it: one that paces, as bbr does, decides what bulk rows get
     seconds: float
     warmup: float
     rounds: int
 
     def __str__(self) -> str:
         return (
-            f"`{shlex.join(self.command)}`: Python {self.python}, Linux {self.kernel}, {self.cpu}, "
-            f"{self.cores} cores; medians of {self.rounds} rounds of {self.seconds:g} s"
+            f"`{shlex.join(self.command)}`: Python {self.python}, Linux {self.kernel}, "
+            f"TCP {self.congestion}, {self.cpu}, {self.cores} cores; medians of {self.rounds} rounds of {self.seconds:g} s"
         )
 
 
@@ -47,6 +48,7 @@ def about(benchmark: str, python: str, seconds: float, warmup: float, rounds: in
         platform.machine(),
         processor(),
         os.cpu_count() or 0,
+        Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
         seconds,
         warmup,
         rounds,
