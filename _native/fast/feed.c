@@ -106,21 +106,21 @@ static PyObject *reader_of(PyObject *protocol)
     return reader;
 }
 
-/* Has the reader room for so many bytes more, without a pause? Then its buffer, borrowed. */
+/* Has the reader room for so many bytes more, without a pause? Then its buffer, a new reference: a
+ * look-up may run code, where somebody put odd keys into that dictionary. */
 static PyObject *room_for(PyObject *own, Py_ssize_t n)
 {
-    PyObject *eof = PyDict_GetItemWithError(own, n__eof);
-    PyObject *buffer = PyDict_GetItemWithError(own, n__buffer);
     PyObject *limit = PyDict_GetItemWithError(own, n__limit);
-    if (eof != Py_False || !buffer || !PyByteArray_CheckExact(buffer) || !limit ||
-        !PyLong_CheckExact(limit) || ((PyByteArrayObject *)buffer)->ob_exports)
-        return NULL;
-    Py_ssize_t most = PyLong_AsSsize_t(limit);
-    if (most < 0) { /* or too large a number, which is an exception */
-        PyErr_Clear();
+    Py_ssize_t most = limit && PyLong_CheckExact(limit) ? PyLong_AsSsize_t(limit) : -1;
+    if (most < 0 || PyDict_GetItemWithError(own, n__eof) != Py_False) {
+        PyErr_Clear(); /* too large a number */
         return NULL;
     }
-    return (PyByteArray_GET_SIZE(buffer) + n + 1) / 2 <= most ? buffer : NULL;
+    PyObject *buffer = PyDict_GetItemWithError(own, n__buffer);
+    if (!buffer || !PyByteArray_CheckExact(buffer) || ((PyByteArrayObject *)buffer)->ob_exports ||
+        (PyByteArray_GET_SIZE(buffer) + n + 1) / 2 > most)
+        return NULL;
+    return Py_NewRef(buffer);
 }
 
 static int append(PyObject *buffer, const char *p, Py_ssize_t n)
@@ -148,6 +148,8 @@ static int wake(PyObject *waiter)
  * data_received's. -1: an exception, as out of data_received. */
 int stream_feed(PyObject *protocol, PyObject *context, const char *p, Py_ssize_t n)
 {
+    if (!Py_IS_TYPE(protocol, known[PROTOCOL].type))
+        return 0;
     PyObject *reader = reader_of(protocol);
     PyObject *own = reader ? plain_dict(READER, reader, n_feed_data, n__wakeup_waiter) : NULL;
     PyObject *buffer = own ? room_for(own, n) : NULL;
@@ -167,6 +169,7 @@ int stream_feed(PyObject *protocol, PyObject *context, const char *p, Py_ssize_t
         rc = rc < 0 ? -1 : 1;
         Py_DECREF(waiter);
     }
+    Py_XDECREF(buffer);
     Py_XDECREF(own);
     Py_XDECREF(reader);
     return rc;

@@ -34,7 +34,8 @@ class About:
     def __str__(self) -> str:
         return (
             f"`{shlex.join(self.command)}`: Python {self.python}, Linux {self.kernel}, "
-            f"TCP {self.congestion}, {self.cpu}, {self.cores} cores; medians of {self.rounds} rounds of {self.seconds:g} s"
+            f"TCP {self.congestion}, {self.cpu}, {self.cores} cores; "
+            f"medians of {self.rounds} rounds of {self.seconds:g} s"
         )
 
 
