@@ -594,6 +594,51 @@ def test_two_loops_in_two_threads_talk_to_each_other(loop_factory):
 # --- waking an idle loop -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("server_side", [False, True], ids=["client", "accepted"])
+@pytest.mark.parametrize("how", ["collected", "close", "abort"])
+def test_a_connection_that_another_thread_gives_up_is_ended_by_the_loop(run, how, server_side):
+    # The collector runs in any thread, and StreamWriter.__del__ closes. Fails when: that thread touches the
+    # native connection. It sleeps in a wait without the GIL meanwhile, and nobody wakes it: the peer waits for
+    # the end until something else happens.
+    async def main():
+        loop = asyncio.get_running_loop()
+        ended = []
+        protocol = Recorder()
+        protocol.connection_lost = lambda exc: ended.append(threading.get_ident())
+        if server_side:
+            server = await loop.create_server(lambda: protocol, "127.0.0.1", 0)
+            peer = socket.create_connection(server.sockets[0].getsockname())
+            await eventually(lambda: protocol.transport is not None)
+            server.close()
+        else:
+            ours, peer = connected_pair()
+            await loop.create_connection(lambda: protocol, sock=ours)
+        peer.settimeout(3)
+        transport = protocol.transport
+
+        def give_up():
+            time.sleep(0.1)
+            if how == "collected":
+                reader = asyncio.StreamReader(loop=loop)
+                asyncio.StreamWriter(
+                    transport, asyncio.StreamReaderProtocol(reader, loop=loop), reader, loop
+                )
+            else:
+                getattr(transport, how)()
+            return peer.recv(
+                1
+            )  # in this thread: it is this that must not need the loop's next turn
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            assert await loop.run_in_executor(None, give_up) == b""
+        await eventually(lambda: ended)
+        assert ended == [threading.get_ident()]
+        peer.close()
+
+    run(main())
+
+
 def test_call_soon_threadsafe_wakes_an_idle_loop(loop_factory):
     # CASES 28. No timer and no traffic: only the wake-up itself can end the wait.
     loop = loop_factory()

@@ -76,6 +76,7 @@ extern const azc_api *api; /* the reactor's functions; set once by bind() */
     X(_maybe_pause_protocol)                                                                       \
     X(conns)                                                                                       \
     X(call_soon)                                                                                   \
+    X(call_soon_threadsafe)                                                                        \
     X(close)                                                                                       \
     X(detach)                                                                                      \
     X(connection_made)                                                                             \
@@ -281,14 +282,16 @@ struct scheduler { /* of the loop: in front of what its Python classes add */
     double resolution;           /* of the clock, seconds */
     unsigned int seen_version;   /* of the loop's class, when own_call_at was found out */
     char own_call_at;
-    char running; /* run_forever runs */
-    char woken;   /* the bell rang, or there is a byte in the wake-up socket */
-    char wakes;   /* these two are open */
+    char running;         /* run_forever runs */
+    unsigned long thread; /* in this one */
+    char woken;           /* the bell rang, or there is a byte in the wake-up socket */
+    char wakes;           /* these two are open */
     int wake_in, bell;
 };
 struct scheduler *scheduler_of(PyObject *loop);
 void scheduler_track(struct scheduler *s);
 int scheduler_woken(struct scheduler *s);
+int scheduler_elsewhere(PyObject *loop);
 PyObject *bind_asyncio(PyObject *module, PyObject *args);
 PyTypeObject *scheduler_new_type(void);
 

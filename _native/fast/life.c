@@ -131,12 +131,28 @@ static PyObject *lost_soon(PyObject *self, struct fields *f)
     Py_RETURN_NONE;
 }
 
+/* The collector runs in any thread, and what it collects closes: StreamWriter.__del__, a
+ * coroutine's `finally`. */
+static PyObject *close_by_loop(PyObject *self, struct fields *f)
+{
+    PyObject *loop = Py_NewRef(f->loop), *method = PyObject_GetAttr(self, n_close);
+    PyObject *handle = method ? call1(loop, n_call_soon_threadsafe, method) : NULL;
+    Py_XDECREF(method);
+    Py_DECREF(loop);
+    if (!handle)
+        return NULL;
+    Py_DECREF(handle);
+    Py_RETURN_NONE;
+}
+
 static PyObject *tr_close(PyObject *self, PyObject *ignored)
 {
     (void)ignored;
     struct fields *f = fields_of(self);
     if (f->closing)
         Py_RETURN_NONE;
+    if (scheduler_elsewhere(f->loop))
+        return close_by_loop(self, f);
     if (f->open != OPEN_STREAM || !f->conn || !f->loop || !f->context)
         return PyObject_CallMethodNoArgs(self, n__close);
     f->closing = 1;

@@ -320,8 +320,23 @@ static PyObject *begin_run(struct scheduler *s, PyObject *ignored)
 {
     (void)ignored;
     s->running = 1;
+    s->thread = PyThread_get_thread_ident();
     s->woken = 0; /* in a forked child the byte may be the parent's */
     Py_RETURN_NONE;
+}
+
+/* Does another thread run the loop? It may be in a wait, and has given up the GIL for that: what
+ * the wait reads must be left alone. */
+int scheduler_elsewhere(PyObject *loop)
+{
+    struct scheduler *s = scheduler_of(loop);
+    return s && s->running && s->thread != PyThread_get_thread_ident();
+}
+
+static PyObject *elsewhere(PyObject *loop, PyObject *ignored)
+{
+    (void)ignored;
+    return PyBool_FromLong(scheduler_elsewhere(loop));
 }
 
 /* All that waits is the collector's from now on. */
@@ -430,6 +445,7 @@ static PyMethodDef methods[] = {
     {"_set_wake", (PyCFunction)set_wake, METH_VARARGS,
      "(of the wake-up socket's end to read, of the bell): descriptors; -1, -1: they are closed."},
     {"_silence", (PyCFunction)silence, METH_NOARGS, "Whoever woke the loop was heard."},
+    {"_elsewhere", elsewhere, METH_NOARGS, "Does another thread run it now?"},
     {"_begin_run", (PyCFunction)begin_run, METH_NOARGS, NULL},
     {"_end_run", (PyCFunction)end_run, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -298,7 +298,13 @@ class NativeTransport(_fast.transport_base((hooks.FlowControlMixin, asyncio.Tran
 
     def abort(self) -> None:
         """Drops what is unsent; what was sent still reaches the peer (no linger)."""
-        self._force_close(None)
+        loop = self._loop
+        if (
+            loop is not None and loop._elsewhere()
+        ):  # as close(): a coroutine's `finally` may be run by any thread
+            loop.call_soon_threadsafe(self.abort)
+        else:
+            self._force_close(None)
 
     def _fatal_error(self, exc: BaseException, message: str = "Fatal error on transport") -> None:
         if isinstance(exc, OSError):
