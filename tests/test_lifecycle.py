@@ -1019,6 +1019,40 @@ def test_an_exit_while_held_back_data_is_delivered_loses_none_of_it(loop_factory
         peer.close()
 
 
+def test_an_exit_while_a_protocol_is_replaced_leaves_the_new_one_served_as_what_it_is(loop_factory):
+    # set_protocol resumes the old protocol, and that may raise. Fails when: how the new one is served is
+    # decided behind that.
+    class Old(Recorder):
+        def resume_writing(self):
+            raise SystemExit
+
+    class New(Recorder, asyncio.BufferedProtocol):
+        def get_buffer(self, sizehint):
+            self.memory = bytearray(1000)
+            return self.memory
+
+        def buffer_updated(self, count):
+            self.data += self.memory[:count]
+
+        data_received = None
+
+    async def main(loop):
+        transport, old, peer = await connect(Old)
+        transport.set_write_buffer_limits(0)
+        while not old.writing_paused:
+            transport.write(bytes(1 << 20))
+        new = New()
+        with pytest.raises(SystemExit):
+            transport.set_protocol(new)
+        peer.sendall(b"for the new one")
+        await eventually(lambda: new.data == b"for the new one")
+        transport.abort()
+        peer.close()
+
+    with closing(loop_factory()) as loop:
+        loop.run_until_complete(main(loop))
+
+
 def test_a_run_that_is_stopped_in_mid_turn_keeps_what_had_arrived(loop_factory):
     # loop.stop() from one data_received: the other connections' data comes in the next run.
     class Stopper(Recorder):

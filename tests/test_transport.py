@@ -453,6 +453,35 @@ def test_streaming_and_buffered_protocols_may_take_turns(run, family):
     run(main())
 
 
+@pytest.mark.parametrize("held", [False, True], ids=["as it comes", "held back"])
+def test_whose_buffer_was_filled_is_told_though_get_buffer_replaced_the_protocol(run, family, held):
+    # Fails when: the protocol is looked up again between get_buffer and buffer_updated: a protocol without
+    # buffers was then told of one, and the connection lost.
+    async def main():
+        class Handing(SmallBuffers):
+            def get_buffer(self, sizehint):
+                transport.set_protocol(following)
+                return super().get_buffer(sizehint)
+
+        transport, protocol, peer = await connect(Handing, family)
+        following = Recorder()
+        following.keep_open = True
+        content = pattern(0, 30_000)  # in more than one buffer
+        if held:
+            transport._holding().append(content)  # what had arrived when it paused
+            transport.pause_reading()
+            transport.resume_reading()
+        else:
+            peer.sendall(content)
+        await eventually(lambda: len(protocol.data) + len(following.data) == len(content))
+        assert protocol.data
+        assert_same_stream(content, bytes(protocol.data + following.data))
+        transport.abort()
+        peer.close()
+
+    run(main())
+
+
 @pytest.mark.parametrize("fault", ["get_buffer raises", "empty buffer", "buffer_updated raises"])
 def test_a_faulty_buffered_protocol_loses_its_connection_and_the_loop_hears_of_it(
     run, family, fault

@@ -146,10 +146,10 @@ class StreamTransport(NativeTransport):
         old = self._protocol
         super().set_protocol(protocol)
         self._buffered = is_buffered(protocol)
+        self._review()  # before anything that may raise
         if self._protocol_paused and old is not None and old is not protocol:
             self._call(old.resume_writing, "protocol.resume_writing() failed", old)
             self._call(protocol.pause_writing, "protocol.pause_writing() failed", protocol)
-        self._review()
 
     def _call(self, method: Any, message: str, protocol: Any) -> None:
         try:
@@ -254,13 +254,14 @@ class StreamTransport(NativeTransport):
             if self._paused:
                 self._holding().appendleft(bytes(view))
                 return
+            protocol = self._protocol  # a buffer and what was put into it are of the same one
             try:
                 if not self._buffered:
                     name = "data_received"
-                    self._protocol.data_received(bytes(view))
+                    protocol.data_received(bytes(view))
                     return
                 name = "get_buffer"
-                buffer = self._protocol.get_buffer(-1)
+                buffer = protocol.get_buffer(-1)
                 room = len(buffer)
                 if not room:
                     raise RuntimeError("get_buffer() returned an empty buffer")
@@ -270,7 +271,7 @@ class StreamTransport(NativeTransport):
                 target.release()
                 view = view[n:]
                 name = "buffer_updated"
-                self._protocol.buffer_updated(n)
+                protocol.buffer_updated(n)
             except (SystemExit, KeyboardInterrupt):
                 if view and self._buffered:
                     self._hold_rest(view)
