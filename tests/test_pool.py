@@ -10,6 +10,7 @@ import mmap
 import os
 import re
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -188,6 +189,33 @@ def test_huge_pages_that_are_not_there_are_told_with_the_remedy():
         assert "vm.nr_hugepages" in str(exc)
     else:  # a machine that has them
         pool.close()
+
+
+def free_huge_pages():
+    with open("/proc/meminfo") as meminfo:
+        found = dict(line.split(":", 1) for line in meminfo)
+    wanted = found.get("Hugepagesize", "").split() == ["2048", "kB"]
+    return int(found["HugePages_Free"]) if wanted else 0
+
+
+@pytest.mark.skipif(free_huge_pages() < 1, reason="no huge page is reserved")
+def test_a_part_of_huge_pages_is_charged_as_what_it_is():
+    # Fails when: the region is the huge pages alone. Each part is then charged with its place in its page.
+    async def main():
+        with aiozc.BufferPool(size=4000, count=500, huge_pages=True) as pool:
+            async with stalled() as (peer, writer):
+                parts = [pool.acquire() for _ in range(100)]
+                op = writer.zc_submit(parts)
+                await soon(op.sent)
+                memory = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, 55, 64)
+                queued = struct.unpack_from("9I", memory)[5]  # SO_MEMINFO, SK_MEMINFO_WMEM_QUEUED
+                assert stats().fixed_requests >= 1
+                assert await peer.take(400_000) == bytes(400_000)
+                await soon(op.released)
+                del op, parts
+        return queued
+
+    assert 100_000 < run(main()) < 1 << 20
 
 
 def test_buffers_are_given_and_taken_in_many_threads():
