@@ -108,6 +108,7 @@ def measure(loop: str, path: Path, args: argparse.Namespace) -> Row:
         finally:
             server.kill()
     nbytes = load.answered * args.size
+    cpu = told["user"] + told["system"]
     return {
         "protocol": "tcp",
         "family": 4,
@@ -118,8 +119,9 @@ def measure(loop: str, path: Path, args: argparse.Namespace) -> Row:
         "connections": args.connections,
         "sends_per_s": load.answered / load.seconds,
         "gb_per_s": nbytes / 1e9 / load.seconds,
-        "cpu_s_per_gb": told["cpu"] / (nbytes / 1e9),
-        "cpu_us_per_request": told["cpu"] * 1e6 / load.answered,
+        "cpu_s_per_gb": cpu / (nbytes / 1e9),
+        "cpu_us_per_request": cpu * 1e6 / load.answered,
+        "user_us_per_send": told["user"] * 1e6 / load.answered,
         "segments": None,
         "parts_per_request": None,
         "notifications": None,

@@ -1,7 +1,7 @@
 """`python echo_server.py LOOP CONNECTIONS CPU`: the process that `bench echo` measures.
 
-Started by echo.py. Prints {"port"}, serves until all connections have come and gone, and prints {"cpu"}:
-seconds, from the last one's coming to the first one's going.
+Started by echo.py. Prints {"port"}, serves until all connections have come and gone, and prints {"user",
+"system"}: CPU seconds, from the last one's coming to the first one's going.
 
 Never: imports aiozc for another loop. What a process imported before decides how malloc treats asyncio's
 receive buffers, and so whether each costs page faults.
@@ -19,9 +19,10 @@ from collections.abc import Callable
 from typing import Any, cast
 
 
-def cpu_seconds() -> float:
+def cpu_seconds() -> tuple[float, float]:
+    """User, system."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    return used.ru_utime, used.ru_stime
 
 
 class Echo(asyncio.Protocol):
@@ -42,16 +43,17 @@ class Echo(asyncio.Protocol):
 class Served:
     def __init__(self, connections: int) -> None:
         self._connections = self._left = connections
-        self._before = 0.0
-        self._used: float | None = None
-        self.done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._before = (0.0, 0.0)
+        self._used: tuple[float, float] | None = None
+        self.done: asyncio.Future[tuple[float, float]] = asyncio.get_running_loop().create_future()
 
     def came(self) -> None:
         self._before = cpu_seconds()
 
     def went(self) -> None:
         if self._used is None:
-            self._used = cpu_seconds() - self._before
+            user, system = cpu_seconds()
+            self._used = user - self._before[0], system - self._before[1]
         self._left -= 1
         if not self._left:
             self.done.set_result(self._used)
@@ -63,8 +65,8 @@ async def serve(connections: int) -> None:
     server = await loop.create_server(lambda: Echo(served), "127.0.0.1", 0, backlog=connections)
     print(json.dumps({"port": server.sockets[0].getsockname()[1]}), flush=True)
     async with server:
-        cpu = await asyncio.wait_for(served.done, 300)
-    print(json.dumps({"cpu": cpu}), flush=True)
+        user, system = await asyncio.wait_for(served.done, 300)
+    print(json.dumps({"user": user, "system": system}), flush=True)
 
 
 def _factory(name: str) -> Callable[[], Any]:
