@@ -103,8 +103,7 @@ static PyObject *make(struct batch *b, struct acceptor *a, PyObject *protocol, P
     f->closing = 1;
     transport_undo(self);
     Py_DECREF(self);
-    PyErr_SetObject((PyObject *)Py_TYPE(exc), exc);
-    Py_DECREF(exc);
+    restore_exception(exc);
     return NULL;
 }
 

@@ -119,8 +119,7 @@ static int deliver_buffer(PyObject *owner, PyObject *protocol, PyObject *context
     } else {
         PyObject *exc = take_exception();
         Py_XDECREF(call_ints(owner, n__hold_at, left, at));
-        PyErr_SetObject((PyObject *)Py_TYPE(exc), exc);
-        Py_DECREF(exc);
+        restore_exception(exc);
     }
     Py_XDECREF(done);
     return done ? 0 : -1;
@@ -469,7 +468,6 @@ int drop_released(struct batch *self)
         }
     if (!exc)
         return 0;
-    PyErr_SetObject((PyObject *)Py_TYPE(exc), exc);
-    Py_DECREF(exc);
+    restore_exception(exc);
     return -1;
 }

@@ -111,7 +111,7 @@ NAMES(DECLARE)
 
 /* The exception that is set, normalized and with its traceback; nothing is set any more. */
 PyObject *take_exception(void);
-void restore_exception(PyObject *exception); /* takes the reference */
+void restore_exception(PyObject *exception); /* takes the reference; drops what is set */
 /* Is SystemExit or KeyboardInterrupt set? Those end the run. */
 int must_leave(void);
 int told_by(PyObject *who, PyObject *method);

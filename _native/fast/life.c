@@ -348,10 +348,8 @@ void transport_finalize(PyObject *self)
     if (!rc)
         PyErr_WriteUnraisable(self);
     Py_XDECREF(rc);
-    if (exc) {
-        PyErr_SetObject((PyObject *)Py_TYPE(exc), exc);
-        Py_DECREF(exc);
-    }
+    if (exc)
+        restore_exception(exc);
 }
 
 /* Asked for each drain() of a StreamWriter. */

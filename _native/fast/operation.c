@@ -91,9 +91,7 @@ static int wake(PyObject *o)
             PyErr_Clear();
             rc = call1(o, n__wake, Py_False);
         }
-        PyErr_Clear();
-        PyErr_SetObject((PyObject *)Py_TYPE(exc), exc);
-        Py_DECREF(exc);
+        restore_exception(exc);
         Py_CLEAR(rc);
     }
     Py_XDECREF(rc);
@@ -126,9 +124,7 @@ int operation_finish(PyObject *o, int error, int path)
     if (self->waiters && self->waiters != Py_None)
         done = wake(o);
     if (exc) {
-        PyErr_Clear();
-        PyErr_SetObject((PyObject *)Py_TYPE(exc), exc);
-        Py_DECREF(exc);
+        restore_exception(exc);
         done = -1;
     }
     return done;

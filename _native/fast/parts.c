@@ -237,13 +237,10 @@ static PyObject *parts_each(Parts *self, PyObject *function)
         PyObject *one = view ? PyObject_CallOneArg(function, view) : NULL;
         PyObject *exc = one ? NULL : take_exception();
         PyObject *gone = view ? PyObject_CallMethodNoArgs(view, n_release) : NULL;
-        if (exc) {
-            PyErr_Clear();
-            PyErr_SetObject((PyObject *)Py_TYPE(exc), exc);
-        }
+        if (exc)
+            restore_exception(exc);
         if (!one || !gone || PyList_Append(answers, one) < 0)
             Py_CLEAR(answers);
-        Py_XDECREF(exc);
         Py_XDECREF(gone);
         Py_XDECREF(one);
         Py_XDECREF(view);

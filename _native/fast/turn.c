@@ -149,7 +149,7 @@ static int after_wait(Core *self, struct scheduler *s, int fired)
     PyObject *n = PyLong_FromLong(fired), *kept = n ? call1((PyObject *)s, n__fired, n) : NULL;
     int rc = kept && !exc ? 0 : -1;
     if (kept && exc)
-        PyErr_SetObject((PyObject *)Py_TYPE(exc), exc);
+        restore_exception(Py_NewRef(exc));
     Py_XDECREF(n);
     Py_XDECREF(kept);
     Py_XDECREF(exc);
