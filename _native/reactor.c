@@ -231,9 +231,13 @@ int azc_wait(azc_reactor *r, int64_t timeout_ns)
     return anything(r) || rc >= 0 ? azc_take_events(r) : rc;
 }
 
+/* Is there nothing to ask of the kernel? Then that was a turn, too. */
 int azc_idle(azc_reactor *r)
 {
-    return !r->n_out && !r->stall.tick && !r->dirty && !anything(r) && r->be_data && r->be->idle(r);
+    bool idle = !r->n_out && !r->stall.tick && !r->dirty && !anything(r) && r->be_data &&
+                r->be->idle(r);
+    r->turns += idle;
+    return idle;
 }
 
 /* Hand out what is there, without entering the kernel. */

@@ -55,6 +55,21 @@ def test_the_first_of_a_turn_goes_within_the_call(run, family, size):
     run(main())
 
 
+def test_a_turn_without_the_kernel_is_a_turn(run, family):
+    async def main():
+        transport, _, peer = await connect(Recorder, family)
+        await asyncio.sleep(0.01)
+        for number in range(6):
+            transport.write(pattern(number, 10_000))
+            assert transport.get_write_buffer_size() == 0
+            assert_same_stream(pattern(number, 10_000), there(peer))
+            await asyncio.sleep(0)
+        transport.close()
+        peer.close()
+
+    run(main())
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_those_behind_it_are_gathered(run, family, size):
     async def main():
