@@ -362,6 +362,46 @@ def test_errors_are_told_as_out_of_data_received(
     run(main())
 
 
+class OddKey:
+    """In an object's dictionary: the look-up of that attribute fails once."""
+
+    def __init__(self, name: str) -> None:
+        self.hash = hash(name)
+        self.fails = False
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        if self.fails:
+            self.fails = False
+            raise ValueError("odd")
+        return False
+
+
+@pytest.mark.parametrize("name", ["_stream_reader_wr", "_limit", "_eof", "_buffer", "_waiter"])
+def test_a_look_up_that_failed_is_not_told_out_of_what_did_not_fail(
+    backend: str, run: Run, name: str
+) -> None:
+    # Fails when: data_received is called with that exception set.
+    async def main() -> None:
+        contexts = told(asyncio.get_running_loop())
+        async with connected() as (reader, protocol, peer):
+            attributes = vars(protocol if name == "_stream_reader_wr" else reader)
+            before = dict(attributes)
+            attributes.clear()
+            attributes[odd := OddKey(name)] = None
+            attributes.update(before)
+            odd.fails = True
+            peer.send(b"x")
+            await until(lambda: not odd.fails)
+            await until(lambda: reader._buffer)
+        assert contexts == []
+        assert bytes(reader._buffer) == b"x"
+
+    run(main())
+
+
 def test_a_reader_that_nobody_has_any_more_is_no_error(backend: str, run: Run) -> None:
     async def main() -> None:
         contexts = told(asyncio.get_running_loop())

@@ -172,5 +172,7 @@ int stream_feed(PyObject *protocol, PyObject *context, const char *p, Py_ssize_t
     Py_XDECREF(buffer);
     Py_XDECREF(own);
     Py_XDECREF(reader);
+    if (!rc)
+        PyErr_Clear(); /* of a look-up: data_received looks, too, and meets it or not */
     return rc;
 }
