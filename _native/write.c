@@ -157,7 +157,10 @@ int conn_copy_now(azc_conn *pub)
     c->direct += (uint64_t)rc;
     uint64_t went = 0;
     for (uint32_t i = 0; i < q->count && went < (uint64_t)rc; i++) {
-        sendq_at(q, i)->op->path |= AZC_PATH_COPIED;
+        azc_op *op = sendq_at(q, i)->op;
+        op->path |= AZC_PATH_COPIED;
+        if (op->state == AZC_QUEUED)
+            op->state = AZC_ISSUED; /* if it went in part only: not to be withdrawn */
         went += sendq_at(q, i)->len;
     }
     sendq_consume(c, (uint64_t)rc);

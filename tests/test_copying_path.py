@@ -50,6 +50,31 @@ def test_a_large_zc_send_on_a_path_that_copies_is_done_within_the_call(run, back
     run(main(), functools.partial(aiozc.new_event_loop, backend=backend))
 
 
+def test_what_went_in_part_with_a_send_behind_it_cannot_be_withdrawn(run, backend) -> None:
+    # Fails when: conn_copy_now in write.c leaves it as if no byte had gone. The rest of it is missing then.
+    async def main() -> None:
+        with StalledReader(rcvbuf=None) as peer:
+            _, writer = await aiozc.open_connection(sock=peer.connect(sndbuf=65536))
+            reading = asyncio.ensure_future(peer.take(32 * 100_000))
+            for _ in range(32):
+                await soon(writer.zc_send(b"a" * 100_000))
+            await soon(reading)
+            op = writer.zc_submit(b"0123456789" * (MIB // 2))
+            sending = writer.zc_send(b"b" * 100_000)
+            sending.send(None)  # as a task's step does; it waits
+            assert 0 < op.bytes_sent < op.nbytes
+            assert not op.withdraw()
+            sending.close()
+            writer.write_eof()
+            size = op.nbytes + 100_000
+            data = await soon(in_thread(lambda: peer.read(size)))
+            assert data == b"0123456789" * (MIB // 2) + b"b" * 100_000
+            await soon(op.released)
+            writer.close()
+
+    run(main(), functools.partial(aiozc.new_event_loop, backend=backend))
+
+
 def test_who_sends_much_on_a_path_that_copies_leaves_others_their_turn(run, backend) -> None:
     # Fails when: conn_copy_now in write.c has no bound a turn.
     async def main() -> None:
