@@ -179,16 +179,20 @@ static void forget_parent(struct azc_reactor *r)
     }
 }
 
+static void end_of_parent(azc_reactor *r)
+{
+    if (r->pid == getpid())
+        return;
+    if (r->be_data)
+        r->be->destroy(r); /* knows by r->pid that the ring is the parent's */
+    forget_parent(r);
+    r->pid = getpid();
+}
+
 int azc_attach(azc_reactor *r)
 {
-    bool child = r->pid != getpid();
     r->detaching = false;
-    if (child && r->be_data)
-        r->be->destroy(r); /* knows by r->pid that the ring is the parent's */
-    if (child) {
-        forget_parent(r);
-        r->pid = getpid();
-    }
+    end_of_parent(r);
     int rc = r->be->attach(r);
     if (rc < 0)
         return rc;
@@ -259,6 +263,7 @@ int azc_detach(azc_reactor *r)
  */
 int azc_drain(azc_reactor *r, int64_t timeout_ns)
 {
+    end_of_parent(r); /* a child that closes the loop without having run it */
     if (r->stats.notifications_outstanding && r->be_data)
         r->be->drain(r, timeout_ns);
     return (int)r->reqs.live;

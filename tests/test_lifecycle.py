@@ -1544,6 +1544,62 @@ def test_a_forked_child_runs_a_loop_of_its_own_and_the_parent_notices_nothing(ba
     )
 
 
+def test_a_forked_child_that_closes_the_loop_leaves_it_to_its_parent(backend):
+    # Fails when: the child takes connections out of the epoll set, which is the parent's, too; reads its
+    # notifications; or shuts down, as a closed connection's whose memory is pinned, what the parent has open.
+    check_script(
+        """
+        import asyncio, os, socket, threading
+        import aiozc
+        from order_support import assert_same_stream, eventually, open_stream, pattern, receive
+        loop = aiozc.new_event_loop(backend=backend, adaptive=False, zc_threshold=0)
+        accepted = []
+
+        async def begin():
+            server = await asyncio.start_server(lambda *a: accepted.append(a), "127.0.0.1", 0)
+            reader, writer, peer = await open_stream(sndbuf=1 << 20, rcvbuf=65536)
+            op = writer.zc_submit(pattern(9, 300_000))  # more than the peer takes: it stays pinned
+            await asyncio.wait_for(op.sent, 10)
+            peer.send(b"1")
+            assert await reader.readexactly(1) == b"1"
+            return server, reader, writer, peer, op
+
+        server, reader, writer, peer, op = loop.run_until_complete(begin())
+        assert loop.zc_stats().pinned_bytes
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                loop.close()
+                code = 0
+            except BaseException:
+                import traceback; traceback.print_exc()
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0, status
+
+        async def go_on():
+            peer.send(b"2")
+            assert await asyncio.wait_for(reader.readexactly(1), 5) == b"2"
+            assert not op.released.done()
+            with socket.create_connection(server.sockets[0].getsockname()):
+                await eventually(lambda: accepted, 5, "the listener")
+            rung = loop.create_future()
+            threading.Timer(0.05, loop.call_soon_threadsafe, (rung.set_result, None)).start()
+            await asyncio.wait_for(rung, 5)
+            assert_same_stream(pattern(9, 300_000), await receive(peer, 300_000))
+            assert (await asyncio.wait_for(op.released, 10)).nbytes == 300_000
+            writer.close()
+            server.close()
+
+        loop.run_until_complete(asyncio.wait_for(go_on(), 30))
+        loop.close()
+        """,
+        backend,
+    )
+
+
 def test_a_forked_child_may_go_on_with_the_idle_loop_of_its_parent(backend):
     # The ring belongs to the parent: the child makes its own, anew.
     check_script(
