@@ -26,8 +26,8 @@ C_FILES := $(wildcard tests/native/*.c tests/native/*.h _native/*.c _native/*.h 
 FLAVOUR := werror=$(AIOZC_WERROR) sanitize=$(AIOZC_SANITIZE) faults=$(AIOZC_FAULTS) CC=$(CC) CFLAGS=$(CFLAGS)
 FLAVOUR += static=$(AIOZC_STATIC_LIBURING)
 
-.PHONY: build demo test slow full asan faults native conformance frameworks lint format bench-echo bench-peers \
-	clean distclean bootstrap FORCE
+.PHONY: build demo test slow full asan faults slow-faults native conformance frameworks lint format bench-echo \
+	bench-peers clean distclean bootstrap FORCE
 .NOTPARALLEL:
 
 build: $(VENV)/.native
@@ -42,7 +42,7 @@ test: build
 slow: build
 	$(PY) -m pytest tests -m slow $(ARGS) || [ $$? -eq 5 ]
 
-full: test slow asan faults conformance frameworks
+full: test slow asan faults slow-faults conformance frameworks
 
 # The C programs, with leaks looked for, under Valgrind, with many seeds.
 native: build
@@ -152,6 +152,10 @@ asan: $(ASAN)/.native
 # The contract and order tests under each fault knob (tests/fault_support.py).
 faults: $(ASAN)/.native
 	$(SANITIZED) $(ASAN_PY) scripts/faults.py $(ARGS)
+
+# Slow tests that turn a knob themselves: `slow` has no build with knobs, and the two above leave out what is slow.
+slow-faults: $(ASAN)/.native
+	$(SANITIZED) $(ASAN_PY) -m pytest tests -m "slow and faults" --capture=sys $(ARGS)
 
 $(ASAN)/.native: $(NATIVE) $(PACKAGE) $(ASAN_DEPS)
 	rm -rf build/asan
