@@ -238,8 +238,8 @@ int azc_wait(azc_reactor *r, int64_t timeout_ns)
 /* Is there nothing to ask of the kernel? Then that was a turn, too. */
 int azc_idle(azc_reactor *r)
 {
-    bool idle = !r->n_out && !r->stall.tick && !r->dirty && !anything(r) && r->be_data &&
-                r->be->idle(r);
+    bool idle =
+        !r->n_out && !r->stall.tick && !r->dirty && !anything(r) && r->be_data && r->be->idle(r);
     r->turns += idle;
     return idle;
 }
