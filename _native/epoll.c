@@ -375,8 +375,6 @@ static int epoll_detach(struct azc_reactor *r)
 static int epoll_quiesce(struct conn *c)
 {
     struct ep *e = ep_of(c->r);
-    if (c->r->pid != getpid())
-        return 0; /* set and error queue are the parent's, who goes on with them */
     if (e && c->ep_mask) {
         struct epoll_event ev = {0};
         epoll_ctl(e->fd, EPOLL_CTL_DEL, c->pub.fd, &ev);

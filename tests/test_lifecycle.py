@@ -1600,6 +1600,47 @@ def test_a_forked_child_that_closes_the_loop_leaves_it_to_its_parent(backend):
     )
 
 
+def test_a_child_that_was_forked_in_a_run_may_close_the_listener(backend):
+    # Fails when: the child asks the ring, or the epoll set, of its parent to let go of the listener.
+    check_script(
+        """
+        import asyncio, os
+        import aiozc
+        loop = aiozc.new_event_loop(backend=backend)
+
+        async def echo(reader, writer):
+            writer.write(await reader.readexactly(1))
+            writer.close()
+
+        async def main():
+            server = await asyncio.start_server(echo, "127.0.0.1", 0)
+            address = server.sockets[0].getsockname()
+            await asyncio.sleep(0.01)
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    server.close()
+                    code = 0
+                except BaseException:
+                    import traceback; traceback.print_exc()
+                finally:
+                    os._exit(code)
+            _, status = os.waitpid(pid, 0)
+            assert os.waitstatus_to_exitcode(status) == 0, status
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"x")
+            assert await asyncio.wait_for(reader.read(), 5) == b"x"
+            writer.close()
+            server.close()
+
+        loop.run_until_complete(asyncio.wait_for(main(), 20))
+        loop.close()
+        """,
+        backend,
+    )
+
+
 def test_a_forked_child_may_go_on_with_the_idle_loop_of_its_parent(backend):
     # The ring belongs to the parent: the child makes its own, anew.
     check_script(
