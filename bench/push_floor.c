@@ -5,18 +5,13 @@
  *
  *     push_floor CONNECTIONS SIZE PIECE CYCLE GATHER
  *
- * A byte on any connection asks for SIZE bytes on every one: see sink_client.c. As the contestants
- * do, it prints "port N" and runs until SIGTERM.
+ * A byte on any connection asks for SIZE bytes on every one: see sink_client.c.
  */
 #define _GNU_SOURCE
+#include "floor.h"
 #include "load.h"
 
-#include <arpa/inet.h>
 #include <errno.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
-#include <signal.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -24,8 +19,6 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#define EVENTS 256
-#define BACKLOG 1024
 #define PARTS 1024
 
 struct member {
@@ -34,17 +27,10 @@ struct member {
     bool full;           /* EPOLLOUT is armed */
 };
 
-static int server;
 static unsigned expected, joined, requests;
 static size_t piece, cycle, gather;
 static const unsigned char *contents; /* `cycle` bytes: as much memory as a contestant sends from */
 static struct member *members;
-
-static void end(int signal)
-{
-    (void)signal;
-    _exit(0);
-}
 
 /* What one call is to send, piece by piece, as a loop has it in its queue. */
 static size_t fill(const struct member *m, struct iovec *parts)
@@ -96,17 +82,17 @@ static void answer(void)
 
 static void accept_all(void)
 {
-    int fd, on = 1;
-    while (joined < expected && (fd = accept4(server, NULL, NULL, SOCK_NONBLOCK)) >= 0) {
+    int fd;
+    while (joined < expected && (fd = accept_one()) >= 0) {
         members[joined].fd = fd;
-        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
         watch(EPOLL_CTL_ADD, fd, EPOLLIN, &members[joined++]);
     }
     answer();
 }
 
-static void serve(struct member *m, uint32_t events)
+static void serve(void *data, uint32_t events)
 {
+    struct member *m = data;
     if (events & EPOLLOUT)
         push(m);
     if (!(events & ~(uint32_t)EPOLLOUT))
@@ -120,25 +106,10 @@ static void serve(struct member *m, uint32_t events)
     }
 }
 
-static unsigned listening(void)
-{
-    struct sockaddr_in address = {.sin_family = AF_INET};
-    socklen_t length = sizeof address;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    server = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (server < 0 || bind(server, (struct sockaddr *)&address, sizeof address) ||
-        listen(server, BACKLOG) || getsockname(server, (struct sockaddr *)&address, &length))
-        die("cannot serve: %s", strerror(errno));
-    return ntohs(address.sin_port);
-}
-
 int main(int argc, char **argv)
 {
-    struct epoll_event events[EVENTS];
     if (argc != 6)
         die("usage: push_floor CONNECTIONS SIZE PIECE CYCLE GATHER");
-    end_with_parent();
-    signal(SIGTERM, end);
     expected = (unsigned)strtoul(argv[1], NULL, 10);
     options.size = strtoul(argv[2], NULL, 10);
     piece = strtoul(argv[3], NULL, 10);
@@ -149,21 +120,5 @@ int main(int argc, char **argv)
     make_pattern(cycle);
     contents = pattern_at(0);
     members = allocate(expected, sizeof *members);
-    open_epoll();
-    unsigned port = listening();
-    watch(EPOLL_CTL_ADD, server, EPOLLIN, NULL);
-    printf("port %u\n", port);
-    fflush(stdout);
-    for (;;) {
-        int n = epoll_wait(epoll, events, EVENTS, -1);
-        if (n < 0 && errno != EINTR)
-            die("epoll_wait: %s", strerror(errno));
-        for (int i = 0; i < n; i++) {
-            struct member *m = events[i].data.ptr;
-            if (m)
-                serve(m, events[i].events);
-            else
-                accept_all();
-        }
-    }
+    run_floor(SOCK_STREAM, accept_all, serve);
 }

@@ -13,6 +13,7 @@ from .errors import BenchmarkError
 
 BENCH = Path(__file__).resolve().parent.parent
 SHARED = ("load.c", "load.h")
+FLOOR = ("floor.c", "floor.h")  # of the servers in C
 
 
 def python_path() -> str:
@@ -22,7 +23,8 @@ def python_path() -> str:
 
 
 def program(name: str) -> Path:
-    sources = [BENCH / f"{name}.c", *(BENCH / shared for shared in SHARED)]
+    shared = SHARED + FLOOR * name.endswith("_floor")
+    sources = [BENCH / file for file in (f"{name}.c", *shared)]
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         raise BenchmarkError("a C compiler is needed for the client: install gcc")
