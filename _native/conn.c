@@ -141,19 +141,12 @@ void azc_conn_hold(azc_conn *pub, int on)
     mark_dirty(c);
 }
 
-/* A forked child that has not run the loop yet: ring, epoll set and error queues are its parent's,
- * who goes on with them. */
-static bool of_parent(const struct conn *c)
-{
-    return c->r->pid != getpid();
-}
-
 /* At once: nothing of this descriptor is with the kernel afterwards but notifications. */
 int azc_conn_quiesce(azc_conn *pub)
 {
     struct conn *c = conn_of(pub);
     c->want_recv = false;
-    return of_parent(c) ? 0 : c->r->be->quiesce(c);
+    return of_parent(c->r) ? 0 : c->r->be->quiesce(c);
 }
 
 /* Drop what is unsent; a request in the kernel is cancelled by the next azc_wait or close. */
@@ -232,7 +225,7 @@ int azc_conn_close(azc_conn *pub, int error)
 {
     struct conn *c = conn_of(pub);
     int rc = 0;
-    bool mine = !of_parent(c);
+    bool mine = !of_parent(c->r);
     azc_conn_abort(pub, error);
     if (c->r->be_data && mine)
         rc = c->r->be->quiesce(c);

@@ -20,6 +20,7 @@
 #include <sys/socket.h>
 #include <sys/types.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 /* Copying a small write costs less than holding it: no event, no reference. Above it, what the
  * socket does not take at once is held by reference. */
@@ -429,6 +430,13 @@ static inline struct conn *conn_of(azc_conn *c)
 {
     return (struct conn *)((char *)c - offsetof(struct conn, pub));
 }
+/* A forked child that has not run the loop yet: ring, epoll set and error queues are its parent's,
+ * who goes on with them. */
+static inline bool of_parent(const struct azc_reactor *r)
+{
+    return r->pid != getpid();
+}
+
 static inline void mark_dirty(struct conn *c)
 {
     if (c->dirty)

@@ -181,10 +181,10 @@ static void forget_parent(struct azc_reactor *r)
 
 static void end_of_parent(azc_reactor *r)
 {
-    if (r->pid == getpid())
+    if (!of_parent(r))
         return;
     if (r->be_data)
-        r->be->destroy(r); /* knows by r->pid that the ring is the parent's */
+        r->be->destroy(r); /* knows that the ring is the parent's */
     forget_parent(r);
     r->pid = getpid();
 }

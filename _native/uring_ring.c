@@ -77,7 +77,7 @@ static int rings_that_fit(struct azc_reactor *r, struct uring *u)
 void uring_destroy(struct azc_reactor *r)
 {
     struct uring *u = uring_of(r);
-    if (r->pid != getpid()) {
+    if (of_parent(r)) {
         close(u->ring.ring_fd); /* the mapping was not inherited (ring_dontfork) */
     } else {
         io_uring_queue_exit(&u->ring);
