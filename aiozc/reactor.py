@@ -291,11 +291,15 @@ class ReactorSelector(selectors.BaseSelector):
         self._bell = -1
         self._bell_conn: Any = None
 
+    def _wakes(self, fd: int) -> Any:
+        conn = self._reactor.open(fd, lib.AZC_WAKE, None)
+        lib.azc_conn_start(conn)
+        return conn
+
     def hang_bell(self) -> int:
         """A new eventfd: who writes to it wakes the loop."""
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._bell_conn = self._reactor.open(self._bell, lib.AZC_WAKE, None)
-        lib.azc_conn_start(self._bell_conn)
+        self._bell_conn = self._wakes(self._bell)
         return self._bell
 
     def drop_bell(self) -> None:
@@ -308,8 +312,7 @@ class ReactorSelector(selectors.BaseSelector):
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         if self._wake is None and self._is_wakeup(fileobj):
             self._wake = selectors.SelectorKey(fileobj, fileobj, events, data)
-            self._wake_conn = self._reactor.open(fileobj, lib.AZC_WAKE, None)
-            lib.azc_conn_start(self._wake_conn)
+            self._wake_conn = self._wakes(fileobj)
             return self._wake
         key = self._fds.register(fileobj, events, data)
         self._watch()

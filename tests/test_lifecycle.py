@@ -625,9 +625,7 @@ def test_a_connection_that_another_thread_gives_up_is_ended_by_the_loop(run, how
                 )
             else:
                 getattr(transport, how)()
-            return peer.recv(
-                1
-            )  # in this thread: it is this that must not need the loop's next turn
+            return peer.recv(1)  # in this thread: the end must not need the loop's next turn
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)

@@ -299,9 +299,7 @@ class NativeTransport(_fast.transport_base((hooks.FlowControlMixin, asyncio.Tran
     def abort(self) -> None:
         """Drops what is unsent; what was sent still reaches the peer (no linger)."""
         loop = self._loop
-        if (
-            loop is not None and loop._elsewhere()
-        ):  # as close(): a coroutine's `finally` may be run by any thread
+        if loop is not None and loop._elsewhere():  # as close(), which says why
             loop.call_soon_threadsafe(self.abort)
         else:
             self._force_close(None)
