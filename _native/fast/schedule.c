@@ -103,9 +103,9 @@ static PyObject *call_soon(struct scheduler *s, PyObject *const *args, Py_ssize_
 
 /* ---- waking ----
  *
- * Threads ring a bell, an eventfd: that costs less than half of a byte in asyncio's wake-up socket,
- * which is for signals and debug mode. One ringing is enough for any number of callbacks. `woken`
- * is cleared after the bell was read (before, the ringing of the next caller could be read too, and
+ * Threads ring a bell, an eventfd: that is cheaper than a byte in asyncio's wake-up socket, which
+ * is for signals and debug mode. One ringing is enough for any number of callbacks. `woken` is
+ * cleared after the bell was read (before, the ringing of the next caller could be read too, and
  * the flag stay set for ever), and the ready queue is looked at after that: who found it set has
  * put his callback there. The GIL is kept for these calls, which never sleep: whoever is woken
  * waits for it.
